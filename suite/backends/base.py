@@ -79,6 +79,9 @@ class Handle(dist.Work):
     def is_completed(self) -> bool:
         """Whether the result is there, without waiting."""
 
+    def is_success(self) -> bool:  # torch's own says so of every call that has not failed yet
+        return self.is_completed() and self.exception() is None
+
     def note_wait(self) -> None:
         """The program waits for this call now."""
         if self.ledger is not None:

@@ -134,7 +134,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Difference(Estimate):
-    """Delta of two log
+    """Delta of two log ratios.
 
     ``blocks`` are those of both.  ``p`` is that of the interval, ``p_holm`` by Holm over all that
     were compared with it.

@@ -37,8 +37,8 @@ def systems() -> tuple[System, ...]:
     able = []
     for system in SYSTEMS:
         some = {name: choices[0] for name, choices in system.options.items()}  # none is refused
-        loaded = registry.load(system.name)
-        if system.name.startswith(FAMILY) and loaded.capabilities(some).checkpoints:
+        is_ours = system.name.startswith(FAMILY)  # others may lack a package here
+        if is_ours and registry.load(system.name).capabilities(some).checkpoints:
             able.append(system)
     return tuple(able)
 

@@ -49,13 +49,16 @@ class Plan:
         if kind not in KINDS:
             raise _problem("no kind of fault", nearest(kind, KINDS, "kinds"), text)
         given = {word: word.partition("=")[::2] for word in words}
+        wrong: object = "kind"  # which comes first, alone: a word may not say another
         try:
-            return TypeAdapter(cls).validate_python({"kind": kind, **dict(given.values())})
+            fields = dict(given.values())
+            if wrong not in fields:
+                return TypeAdapter(cls).validate_python({"kind": kind, **fields})
         except ValidationError as error:
             wrong = error.errors()[0]["loc"][0]
-            word = next(word for word, (name, _) in given.items() if name == wrong)
-            remedy = f"write KIND,node=N,case=N,step=N,phase={'|'.join(_PHASES)},seconds=S"
-            raise _problem(f"{word!r} says nothing of a fault", remedy, text) from None
+        word = next(word for word, (name, _) in given.items() if name == wrong)
+        remedy = f"write KIND,node=N,case=N,step=N,phase={'|'.join(_PHASES)},seconds=S"
+        raise _problem(f"{word!r} says nothing of a fault", remedy, text)
 
     def applied(
         self, cases: Sequence[Case], nodes: int, ranks_per_node: int, text: str = ""

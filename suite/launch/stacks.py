@@ -87,7 +87,7 @@ class ThreadStack:
             source = linecache.getline(file, line).strip()
             if source:
                 lines.append(f"    {source}")
-        return "\n".join(["ThreadStack (most recent call last):", *lines]) if lines else ""
+        return "\n".join(["Stack (most recent call last):", *lines]) if lines else ""
 
 
 def arm(path: Path) -> int:

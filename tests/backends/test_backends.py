@@ -287,6 +287,22 @@ def test_correct_programs_do_not_notice_the_weather(trait: str) -> None:
         succeed({**NEUTRAL, **STRICTER}[name], 3, disturbances=disturbances)
 
 
+def test_a_call_has_no_success_before_it_is_over() -> None:
+    started = threading.Barrier(2)
+
+    def body(rank: int, _: int) -> tuple[bool, bool]:
+        if rank == 1:
+            started.wait(10)
+        handle = dist.all_reduce(torch.ones(4), async_op=True)
+        before = handle.is_success()
+        if rank == 0:
+            started.wait(10)
+        handle.wait()
+        return before, handle.is_success()
+
+    assert succeed(body, 2)[0] == (False, True)
+
+
 def test_a_missing_wait_shows_every_time() -> None:
     def body(rank: int, world: int) -> tuple[float, float]:
         tensor = data(rank, 1)

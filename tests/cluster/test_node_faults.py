@@ -56,6 +56,7 @@ def test_a_plan_strikes_the_first_rank_of_a_node_in_one_case() -> None:
     [
         ("kil_node", "no kind of fault (--fault kil_node) - did you mean kill_node?"),
         ("kill_node,node", "'node' says nothing of a fault"),
+        ("kill_node,kind=x", "'kind=x' says nothing of a fault"),
         ("kill_node,case=0", "'case=0' says nothing of a fault"),
         ("kill_node,phase=load", "'phase=load' says nothing of a fault"),
         ("pause_node,seconds=-1", "'seconds=-1' says nothing of a fault"),

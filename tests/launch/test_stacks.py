@@ -87,3 +87,9 @@ def test_a_process_without_a_handler_is_not_asked(tmp_path: Path) -> None:
         stacks.ask({process.pid: tmp_path / "stacks"})
         assert process.poll() is None
         process.kill()
+
+
+def test_a_stack_is_told_as_python_tells_it() -> None:
+    stack = stacks.ThreadStack([("/nowhere/own.py", 7, "step")])
+    told = 'Stack (most recent call last):\n  File "/nowhere/own.py", line 7, in step'
+    assert str(stack) == told

@@ -187,9 +187,9 @@ class Place:
             while thread.is_alive():
                 thread.join(1.0)
                 tell()
-                if not _answers(self.address, self.port):
+                if not (thread.is_alive() and _answers(self.address, self.port)):
                     silent_since = time.monotonic()
-                elif thread.is_alive() and time.monotonic() - silent_since > ANSWER_SECONDS:
+                elif time.monotonic() - silent_since > ANSWER_SECONDS:
                     opened.put(TimeoutError("Ping failed"))
                     break
         found = opened.get()
