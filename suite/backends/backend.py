@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Operation -> names of the algorithms that carry it out (``bench/model/alpha_beta.py``).
 Algorithms = Mapping[str, Sequence[str]]
-#: Operation -> factor -> what is taken of that factor (``workloads/calls.py``); ``None``: nothing.
+#: Operation -> factor -> what is taken of that factor (``cases/kinds/calls/``); ``None``: nothing.
 Takes = Mapping[str, Mapping[str, Sequence[str]] | None]
 
 

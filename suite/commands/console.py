@@ -1,7 +1,7 @@
 """What commands print on, and what is seen while cases run.
 
 Progress is a bar on a terminal, and now and then a line anywhere else.  The first case that breaks
-for each cause is named at once; the blocks at the end tell the rest (``report/terminal.py``).
+for each cause is named at once; the blocks at the end tell the rest (``report/forms.py``).
 """
 
 from __future__ import annotations

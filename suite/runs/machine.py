@@ -127,5 +127,8 @@ def _output(*command: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    told = re.search(r"(?im)^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text("utf-8"))
+    try:
+        told = re.search(r"(?im)^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text("utf-8"))
+    except OSError:  # not on Linux, or hidden in a sandbox
+        told = None
     return (told[1] if told else platform.processor()).strip()
