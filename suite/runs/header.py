@@ -17,7 +17,7 @@ from shardproof.launch.nodes import cap_in_words
 
 NAME = "run.json"
 #: The evidence format that is written and read (docs/evidence.md).
-FORMAT = 7
+FORMAT = 8
 
 
 class _Part(BaseModel):
