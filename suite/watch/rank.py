@@ -32,6 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shardproof.backends import heartbeat
 from shardproof.backends.errors import name_ranks
@@ -154,8 +158,8 @@ class Watch:
         """Hook steps of optimizers and the groups of this process."""
         groups.install()
         groups.send_to(self._calls)
-        torch.optim.optimizer.register_optimizer_step_pre_hook(self._safe(self._before_step))
-        torch.optim.optimizer.register_optimizer_step_post_hook(self._safe(self._after_step))
+        register_optimizer_step_pre_hook(self._safe(self._before_step))
+        register_optimizer_step_post_hook(self._safe(self._after_step))
         compare = self._safe(self._compare_the_end)
 
         def before_the_end(group: Any = None, *_: Any, **__: Any) -> None:
