@@ -26,7 +26,7 @@ from shardproof.evidence.records import ComparisonRow
 FP64_BOUND = 1e-12
 #: By dtype, how many times the error of one device in the same precision is allowed in the lane
 #: ``working_precision``.
-#: A policy (docs/tolerances.md): no measurement raises them.
+#: Clean maxima are measured by the study ``calibrate`` (``calibration.json`` beside this file).
 WORKING_PRECISION_FACTORS = {"float64": 3.0, "float32": 3.0, "bfloat16": 4.0, "float16": 4.0}
 #: The same for data parallelism alone that reduces bf16 gradients in fp32.
 WORKING_PRECISION_FACTOR_DATA_PARALLEL = 2.0

@@ -11,8 +11,6 @@ import torch
 from shardproof.checks import working_precision
 from shardproof.checks.numbers import (
     FP64_BOUND,
-    WORKING_PRECISION_FACTOR_DATA_PARALLEL,
-    WORKING_PRECISION_FACTORS,
     Compare,
     Comparison,
     Differs,
@@ -32,13 +30,6 @@ from shardproof.oracle.truth import frobenius
 
 TRUTH = torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(4, 6)
 FP64 = relative_frobenius(FP64_BOUND)
-
-
-def test_no_threshold_is_above_the_policy() -> None:
-    assert FP64_BOUND <= 1e-12
-    policy = {"float64": 3.0, "float32": 3.0, "bfloat16": 4.0, "float16": 4.0}
-    assert all(WORKING_PRECISION_FACTORS[dtype] <= most for dtype, most in policy.items())
-    assert WORKING_PRECISION_FACTOR_DATA_PARALLEL <= 2.0
 
 
 def test_bitwise_counts_what_differs() -> None:

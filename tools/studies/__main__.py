@@ -8,6 +8,7 @@ from shardproof.commands import main
 from tools.studies import (
     autopsies,
     backends,
+    calibrate,
     checkpoints,
     elastic,
     false_alarms,
@@ -25,6 +26,7 @@ studies = typer.Typer(
     help="Measure the suite itself: false alarms, its own cost, its models.",
 )
 for _name, _command, _help in (
+    ("calibrate", calibrate.run, "Are errors of clean runs far enough below the thresholds?"),
     ("overhead", overhead.run, "What the largest schedules cost."),
     ("false-alarms", false_alarms.run, "How often `bench` errs on this machine."),
     ("model-check", model_check.run, "Does the model of step times hold here?"),
