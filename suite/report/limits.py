@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from shardproof import verdicts
 from shardproof.checks import CHECKS, Outcome
+from shardproof.report import capability_matrix
 from shardproof.report.coverage import seen
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table, fenced, some
@@ -54,7 +55,8 @@ class Limit:
 
 def limits(run: Run) -> list[Limit]:
     of_wings = (limit for wing in wings_of(run) for limit in wing.limits(run))
-    return [limit for limit in (*_of_cases(run), *of_wings, *_of_checks(run)) if limit.rows]
+    every = *_of_cases(run), *of_wings, *_of_checks(run), _never_asked(run)
+    return [limit for limit in every if limit.rows]
 
 
 def lines(run: Run) -> Iterator[str]:
@@ -155,3 +157,22 @@ def _not_judged(outcome: Outcome) -> dict[str, str]:
     note = outcome.figures.get("activations")
     told |= {"activations": note.removeprefix("not judged: ")} if isinstance(note, str) else {}
     return told
+
+
+def _never_asked(run: Run) -> Limit:
+    """Capabilities that some implementation was asked about, and this one on no backend."""
+    cells = capability_matrix.cells(run.cases, run.left_out)
+    asked = {(cell.capability, cell.implementation) for cell in cells if cell.judged}
+    names = {cell.implementation for cell in cells}
+    absent = {
+        capability: sorted(name for name in names if (capability, name) not in asked)
+        for capability in capability_matrix.CAPABILITIES
+    }
+    rows = (
+        (capability, str(len(lacking)), ", ".join(lacking))
+        for capability, lacking in absent.items()
+        if len(lacking) < len(names)
+    )
+    heads = ("capability", "implementations", "which")
+    title, why = "Capabilities that no judged case asked about", "Empty in the matrix, everywhere."
+    return Limit(title, why, heads, tuple(row for row in rows if row[2]))

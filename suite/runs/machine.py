@@ -60,7 +60,7 @@ def fingerprint() -> Fingerprint:
     return Fingerprint(
         cpu=_cpu_model(),
         cores=cores(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=_memory_bytes(),
         system=platform.system(),
         machine=platform.machine(),
         gpus=gpus(),
@@ -132,3 +132,10 @@ def _cpu_model() -> str:
     except OSError:  # not on Linux, or hidden in a sandbox
         told = None
     return (told[1] if told else platform.processor()).strip()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):  # a system that does not count pages
+        return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
+import odd_files
 import pytest
 
 
@@ -20,15 +20,9 @@ def test_a_class_that_cannot_be_loaded(
     assert "has no 'Min'" in err and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize("kind", odd_files.KINDS)
 def test_only_regular_files_are_read(command: Any, tmp_path: Path, kind: str) -> None:
-    odd = tmp_path / "odd.yaml"
-    if kind == "pipe":
-        os.mkfifo(odd)
-    elif kind == "device":
-        odd.symlink_to("/dev/zero")
-    else:
-        odd.mkdir()
+    odd = odd_files.make(kind, tmp_path / "odd.yaml")
     code, _, err = command("bench", str(odd))
     assert code == 2 and ("odd.yaml" in err or "/dev/zero" in err) and " - " in err, err
 

@@ -158,6 +158,8 @@ def test_what_was_not_checked_is_told_with_its_reason(full: Path) -> None:
     assert checks.rows[0][1:3] == ("norm", "clipping is off")
     [power] = told["Tensors without power"].rows
     assert power[1:] == ("initial parameters", "final.scalar.factor", "equivalence")
+    asked = told["Capabilities that no judged case asked about"]
+    assert "reference/pipeline" in {row[0]: row[2] for row in asked.rows}["memory"]
 
 
 def test_ids_break_between_their_parts_only() -> None:

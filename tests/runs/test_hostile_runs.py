@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import odd_files
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -161,15 +162,9 @@ def test_a_pipe_in_place_of_a_file_of_the_run_does_not_hang(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize("kind", odd_files.KINDS)
 def test_only_regular_files_are_read(command: Any, run: Path, tmp_path: Path, kind: str) -> None:
-    odd = tmp_path / "odd.yaml"
-    if kind == "pipe":
-        os.mkfifo(odd)
-    elif kind == "device":
-        odd.symlink_to("/dev/zero")
-    else:
-        odd.mkdir()
+    odd = odd_files.make(kind, tmp_path / "odd.yaml")
     for words in (
         ["run", str(odd)],
         ["check-scenario", str(odd)],
