@@ -13,8 +13,14 @@ import pytest
 from shardproof import wings
 
 ROOT = Path(__file__).parents[1]
-#: Of the working tree; links stay links, as in a checkout.
-COPIED = ("suite", "impls", "scenarios", "shardproof")
+#: Folders of tests of the core in which a test takes well under a second.
+QUICK = [
+    f"tests/{folder}"
+    for folder in (
+        *("compare", "coverage", "costs", "evidence", "ledgers", "oracle", "registry", "report"),
+        *("runs", "scenarios", "workloads"),
+    )
+]
 CASE = "ddp-gpt::reference/naive_ddp::in_memory::replicate1::sgd::noclip::fp64::full"
 
 
@@ -39,12 +45,12 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of the tree without the folder of a wing, whose name is the copy's."""
     copy = tmp_path / str(request.param)
     copy.mkdir()
-    for name in COPIED:
-        ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
-        if (ROOT / name).is_symlink():
-            (copy / name).symlink_to((ROOT / name).readlink())
-        else:
-            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+    listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
     shutil.rmtree(copy / "suite" / str(request.param))
     return copy
 
@@ -101,3 +107,19 @@ def test_without_a_wing_a_case_is_judged_verified_and_reported(tree: Path) -> No
             done.stdout[-2000:],
             done.stderr[-2000:],
         )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_without_a_wing_the_quick_tests_of_the_core_pass(tree: Path) -> None:
+    words = ["-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, *words, "-m", "not slow and not launches", *QUICK],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        timeout=1700,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
