@@ -21,6 +21,12 @@ QUICK = [
         *("runs", "scenarios", "workloads"),
     )
 ]
+#: Of them those that use a wing.
+USE = {
+    "bench": "tests/compare/test_compare_command.py"
+    "::test_the_committed_table_is_what_the_command_makes",
+    "campaign": "tests/runs/test_shards.py::test_every_command_cuts_what_it_has_chosen",
+}
 CASE = "ddp-gpt::reference/naive_ddp::in_memory::replicate1::sgd::noclip::fp64::full"
 
 
@@ -113,6 +119,7 @@ def test_without_a_wing_a_case_is_judged_verified_and_reported(tree: Path) -> No
 @pytest.mark.timeout(1800)
 def test_without_a_wing_the_quick_tests_of_the_core_pass(tree: Path) -> None:
     words = ["-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
+    words += ["--deselect", USE[tree.name]] if tree.name in USE else []
     done = subprocess.run(
         [sys.executable, *words, "-m", "not slow and not launches", *QUICK],
         cwd=tree,
