@@ -84,7 +84,7 @@ def test_faults_of_layout_and_last_bits_die_whatever_the_cpu(
     for fault in ("zero1_makes_contiguous", "zero1_averages_then_multiplies"):
         command += ["--impl", fault]
     done = subprocess.run(
-        [sys.executable, "-m", "suite", *command],
+        [sys.executable, "-m", "shardproof", *command],
         env={**os.environ, **kernels},
         capture_output=True,
         text=True,

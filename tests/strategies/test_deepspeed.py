@@ -195,7 +195,7 @@ def test_nothing_is_compiled_or_left_behind(tmp_path: Path) -> None:
         "name: one\nabout: one case of every kind of partition\nsees: [files]\n"
         "workload: {name: dyadic_mlp}\n"
         "matrix:\n  implementation: [deepspeed/zero2, deepspeed/zero3]\n"
-        "  backend: [gloo]\n  mesh: {shard: 2}\n  optimizer: sgd\n  lane: native\n"
+        "  backend: [gloo]\n  mesh: {shard: 2}\n  optimizer: sgd\n  lane: working_precision\n"
         "checks: [equivalence]\ntier: full\ndeadline: 120\n"
     )
     names = ("TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
