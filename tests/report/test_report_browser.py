@@ -37,6 +37,7 @@ PHONE = {"width": 380, "height": 780}
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_run(
         tmp_path_factory.mktemp("browser") / "run",
+        scalings=True,
         **FULL,
     )
     target = path / "report.html"
