@@ -13,7 +13,7 @@ import pytest
 from shardproof import wings
 
 ROOT = Path(__file__).parents[1]
-#: Folders of tests of the core in which a test takes well under a second.
+#: Folders of tests of the core in which all but a few tests take less than a second.
 QUICK = [
     f"tests/{folder}"
     for folder in (
@@ -85,9 +85,10 @@ OPTIONS = {
 
 @pytest.mark.launches
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("tree", OPTIONS, indirect=True)
 def test_without_a_wing_its_options_are_refused(tree: Path) -> None:
     before = {path.name for path in (tree / "results").iterdir()}
-    for words in OPTIONS.get(tree.name, ()):
+    for words in OPTIONS[tree.name]:
         done = shardproof(tree, *words)
         assert done.returncode == 2, (words, done.stdout, done.stderr)
         assert f"it needs the wing suite/{tree.name}" in done.stderr, (words, done.stderr)
