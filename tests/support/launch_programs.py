@@ -293,7 +293,15 @@ def in_kept_ranks(payload: dict[str, Any]) -> list[Any]:
             process_control.kill(pid := max(process_control.STAYING))
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         kept.settle(held=leave != "a case that did not hold")
-        told.append([[o.status, o.record and tensor_bytes.load(o.record)] for o in outcomes])
+        told.append(
+            [
+                [
+                    o.status,
+                    tensor_bytes.load(o.record) if o.record else f"{o.message}\n{o.traceback}",
+                ]
+                for o in outcomes
+            ]
+        )
         (folder / "children").write_text(str(len(process_control.children())))
     return told
 
