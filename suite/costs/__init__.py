@@ -56,17 +56,18 @@ def cost_model_class(strategy: str) -> type[CostModel]:
     record = strategies.of(strategy)
     if not record.is_known:
         raise LookupError(f"unknown strategy {strategy!r}")
+    names = f"has the cost model {record.cost_model}, which"
     try:
         found = at_path(record.cost_model)
     except CannotImport as error:
-        raise strategies.broken(strategy, f"{record.cost_model} {error}") from error
+        raise strategies.broken(strategy, f"{names} {error}") from error
     if not (isinstance(found, type) and issubclass(found, CostModel)):
-        what = f"{record.cost_model} is no subclass of shardproof.costs.model.CostModel"
+        what = f"{names} is no subclass of shardproof.costs.model.CostModel"
         raise strategies.broken(strategy, what)
     missing = sorted(found.__abstractmethods__)
     missing += [name for name in ("strategy", "source") if not hasattr(found, name)]
     if missing:
-        what = f"{record.cost_model} does not define: {', '.join(missing)}"
+        what = f"{names} does not define: {', '.join(missing)}"
         raise strategies.broken(strategy, what)
     return found
 

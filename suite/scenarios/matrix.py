@@ -150,8 +150,9 @@ class _Expansion:
         for index, rule in enumerate(getattr(self.scenario, section)):
             found = {cell.key: rule for cell in cells if matches(rule, cell)}
             if not found:
-                what, reason = f"{section} rule matches nothing", getattr(rule, "reason", "")
-                self._add([section, index], what, "correct or remove it", reason)
+                what, asked = f"{section} rule matches nothing", rule.model_dump(exclude_unset=True)
+                value = asked.get("reason") or ", ".join(f"{k}: {v}" for k, v in asked.items())
+                self._add([section, index], what, "correct or remove it", value)
             marks = found | marks
         return marks
 

@@ -321,7 +321,9 @@ def test_a_rule_that_matches_nothing_is_an_error(section: str) -> None:
 def test_rules_need_reasons_and_includes_must_add() -> None:
     assert "missing key exclude[0].reason" in refused(f"{GOOD}exclude:\n  - {{world: 1}}\n")
     assert "adds no cell" in refused(f"{GOOD}include:\n  - {{backend: gloo, reason: again}}\n")
-    assert "quick rule matches nothing" in refused(f"{GOOD}quick:\n  - {{backend: nccl}}\n")
+    assert "quick rule matches nothing (backend: ['nccl'])" in refused(
+        f"{GOOD}quick:\n  - {{backend: nccl}}\n"
+    )
     assert "leaves no cell" in refused(f"{GOOD}exclude:\n  - {{world: [1, 2], reason: all}}\n")
 
 
