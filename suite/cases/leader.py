@@ -8,9 +8,10 @@ does.  The steps are the same for every kind of workload (``cases/kinds/``), eve
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from shardproof.evidence.assembled import Evidence
 from shardproof.launch import process_control
 from shardproof.launch.nodes import NodeGone
 from shardproof.launch.ranks import Forked, RankHost, root_cause
+from shardproof.oracle import apart
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.verdicts import WORKING_PRECISION_ONLY
 
@@ -54,9 +56,25 @@ def run_case(task: CaseTask) -> dict[str, Any]:
     """Task of the leader: run and judge one case; its ``result`` and ``account`` as JSON."""
     process_control.keep_freed_memory()
     task.workdir.mkdir(parents=True)
-    account, result = judge_case(task.case, task.workdir, task.oracles, task.host)
+    # Faults of the judge spoil it on purpose; anything else must not reach a shared oracle.
+    planted = task.case.implementation.startswith(registry.MUTANTS)
+    with apart.clean(not planted and not leaves_no_trace(task.case)):
+        account, result = judge_case(task.case, task.workdir, task.oracles, task.host)
     task.host.settle(held=result.verdict in _HELD)
     return {"result": result.to_dict(), "account": account.to_dict()}
+
+
+def leaves_no_trace(case: Case) -> bool:
+    """Whether the leader of a case may judge another afterwards: it loads the suite's code only.
+
+    It never runs a step of the system; but what others wrote (``module:name``) may change a process
+    by being loaded.
+    """
+    relation = case.expect.get("relation")
+    other = relation.get("same_as", {}) if isinstance(relation, Mapping) else {}
+    loaded = case.implementation, other.get("implementation", case.implementation)
+    named = json.dumps((case.workload.name, case.options, case.expect), separators=(",", "="))
+    return ":" not in named and all(map(registry.changes_nothing, loaded))
 
 
 def judge_case(

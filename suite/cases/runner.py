@@ -6,20 +6,18 @@ lists the files through which one case can be followed.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardproof import registry
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.cases import kinds
-from shardproof.cases.leader import CaseTask, run_case
+from shardproof.cases.leader import CaseTask, leaves_no_trace, run_case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult
 from shardproof.contract import Options
@@ -142,7 +140,7 @@ class Session:
         backend = BACKENDS[case.backend]
         if self._nodes is not None and not backend.threads:
             return self._nodes.host()
-        if case.skip or not _leaves_no_trace(case):
+        if case.skip or not leaves_no_trace(case):
             return Forked()
         if backend.mpirun and not self._over_mpi:
             self._over_mpi = True
@@ -178,23 +176,10 @@ def _leaders_of(task: CaseTask) -> str | None:
     Leaders that keep the ranks of an ``mpirun`` are apart, so that few of them are started.
     """
     case = task.case
-    if not _leaves_no_trace(case):
+    if not leaves_no_trace(case):
         return None
     keeps_mpi = isinstance(task.host, Kept) and BACKENDS[case.backend].mpirun
     return f"{case.backend} of {case.world}" if keeps_mpi else ""
-
-
-def _leaves_no_trace(case: Case) -> bool:
-    """Whether the leader of a case may judge another afterwards: it loads the suite's code only.
-
-    It never runs a step of the system; but what others wrote (``module:name``) may change a process
-    by being loaded.
-    """
-    relation = case.expect.get("relation")
-    other = relation.get("same_as", {}) if isinstance(relation, Mapping) else {}
-    loaded = case.implementation, other.get("implementation", case.implementation)
-    named = json.dumps((case.workload.name, case.options, case.expect), separators=(",", "="))
-    return ":" not in named and all(map(registry.changes_nothing, loaded))
 
 
 def run_cases(

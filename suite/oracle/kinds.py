@@ -80,7 +80,7 @@ class Plain(Oracle):
 
     def _train(self, cache: Path, ran: Ran) -> Truth:
         rules = self.declaration.buffers, cache, self.declaration.batch
-        return training.load_or_train(self.case, *rules)
+        return apart.load_or_train(self.case, *rules)
 
 
 class Emulated(Oracle):

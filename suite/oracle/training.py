@@ -467,8 +467,7 @@ def load_or_train(
     It appears by an atomic rename, so that many processes may share the folder; an unreadable file
     is trained anew.
     """
-    key = f"{case.oracle_key(buffers_rule, batch_rule)} {_code()}"
-    path = cache_dir / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.oracle"
+    path = cached(case, buffers_rule, cache_dir, batch_rule)
     if path.is_file():
         try:
             return Truth.from_dict(tensor_bytes.load(path))
@@ -484,6 +483,12 @@ def load_or_train(
     cache_dir.mkdir(parents=True, exist_ok=True)
     tensor_bytes.dump(path, record.to_dict())
     return record
+
+
+def cached(case: Case, buffers_rule: BufferRule, cache_dir: Path, batch_rule: BatchRule) -> Path:
+    """The file of the oracle of ``case`` in ``cache_dir``."""
+    key = f"{case.oracle_key(buffers_rule, batch_rule)} {_code()}"
+    return cache_dir / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.oracle"
 
 
 @lru_cache(maxsize=1)

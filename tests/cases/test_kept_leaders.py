@@ -11,7 +11,7 @@ import pytest
 from made_case import made_case
 
 from shardproof.case import Case, Fault, WorkloadSpec
-from shardproof.cases import runner
+from shardproof.cases import leader, runner
 from shardproof.cases.leader import judge_case
 from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.ranks import RankHost
@@ -80,13 +80,13 @@ def test_what_others_wrote_is_not_loaded_into_a_leader_that_is_kept(
     changed: dict[str, Any], kept: bool
 ) -> None:
     case = replace(quick("ddp-gpt")[0], **changed)
-    assert runner._leaves_no_trace(case) == kept
+    assert leader.leaves_no_trace(case) == kept
 
 
 def test_a_model_of_ones_own_has_a_leader_to_itself() -> None:
     case = quick("ddp-gpt")[0]
     own = replace(case, workload=replace(case.workload, name="mine:MODEL"))
-    assert not runner._leaves_no_trace(own)
+    assert not leader.leaves_no_trace(own)
 
 
 def exact(figures: dict[str, Any]) -> Any:

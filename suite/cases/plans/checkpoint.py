@@ -27,7 +27,7 @@ from shardproof.costs.expression import facts_of
 from shardproof.evidence.assembled import Beside, Continued, Evidence
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import RankOutcome
-from shardproof.oracle import apart, training
+from shardproof.oracle import apart
 from shardproof.oracle.asked import Meets
 from shardproof.oracle.truth import Truth
 from shardproof.workloads import Workload
@@ -119,7 +119,7 @@ def _load(evidence: Evidence, launcher: Launcher) -> list[RankOutcome]:
         same, truth = is_same(case, loads), Truth()
         if not same:
             rule = records[0].declaration.buffers
-            load_or_train = partial(training.load_or_train, loads, rule, launcher.oracles)
+            load_or_train = partial(apart.load_or_train, loads, rule, launcher.oracles)
             truth = apart.trained(loads, load_or_train)
         facts = facts_of(loads, workload)
         found = Continued(evidence, loads, records, truth, evidence.workload, facts)
