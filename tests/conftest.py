@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
+import pytest_timeout
 from hypothesis import settings
 from kept_fork_server import KeptForkServer
 from kept_python import KeptPython
@@ -19,6 +23,24 @@ from shardproof.launch import pool
 # How long an example takes depends on the machine's load, which is no finding.
 settings.register_profile("shardproof", deadline=None)
 settings.load_profile("shardproof")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell without job control starts what it puts into the background with SIGINT ignored, and
+    whatever that starts inherits this: the commands under test would never see their Ctrl-C.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """A test's timeout leaves out the time in which other work had the cores."""
+    if settings.method != "signal" or not patience.is_possible():
+        return None
+    end = functools.partial(pytest_timeout.timeout_sigalrm, item, settings)
+    item.cancel_timeout = patience.set_timer(settings.timeout, end)  # type: ignore[attr-defined]
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

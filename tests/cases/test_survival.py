@@ -99,7 +99,7 @@ def killed_at(folder: Path, moment: float, cases: int) -> None:
     time.sleep(moment)
     written = lines(folder)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate()
     assert all_gone(folder), left_running(folder)
     run = read(folder)
     assert len(run.cases) >= written, "a case that had ended was lost"
@@ -151,7 +151,7 @@ def ends_as_by_ctrl_c(process: subprocess.Popen[str], folder: Path, *sent: signa
     for number in sent:
         process.send_signal(number)
         time.sleep(0.05)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate()[0]
     assert process.returncode == 130, output
     assert "stopped: " in output and "(run --resume goes on)" in output
     assert "Traceback" not in output
@@ -229,7 +229,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_a_sentence_and_loses_nothing(disk: Path) -> None:
     folder = disk / "run"
     process = start(folder)
-    output = process.communicate(timeout=170)[0]
+    output = process.communicate()[0]
     assert process.returncode == 2, output
     assert "Traceback" not in output
     told = re.search(r"^(\S+): No space left on device", output, re.MULTILINE)

@@ -21,7 +21,6 @@ def kills(first: int, last: int) -> dict[str, int]:
         env={**os.environ, "PYTHONPATH": str(SUPPORT)},
         capture_output=True,
         text=True,
-        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,7 +6,6 @@ Tests that need a container engine are skipped with the reason where there is no
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -317,9 +316,6 @@ def engine() -> Any:
     return real_engine()
 
 
-_shardproof = functools.partial(shardproof, timeout=300)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_containers_compute_the_bits_of_local_processes(engine: Any, tmp_path: Path) -> None:
@@ -327,12 +323,12 @@ def test_containers_compute_the_bits_of_local_processes(engine: Any, tmp_path: P
     chosen = ["zero-dyadic", "pipeline-dyadic", "tensor-dyadic", "fsdp-meshes"]
     chosen += ["--backend", "gloo", "--world", "4", "--tier", "full"]
     there, here = str(tmp_path / "there"), str(tmp_path / "here")
-    assert _shardproof("run", *chosen, "--results", here).returncode == 0
-    done = _shardproof("reproduce", here, "--cluster", "--results", there)
+    assert shardproof("run", *chosen, "--results", here).returncode == 0
+    done = shardproof("reproduce", here, "--cluster", "--results", there)
     assert done.returncode == 0, done.stdout + done.stderr
     words = [line.split(":")[0] for line in done.stdout.splitlines() if "::gloo::" in line]
     assert "equal" in words and "agrees" not in words, done.stdout
-    assert _shardproof("verify", there).returncode == 0
+    assert shardproof("verify", there).returncode == 0
     (hybrid,) = (
         line
         for line in map(json.loads, Path(there, "cases.jsonl").read_text().splitlines())
@@ -367,7 +363,7 @@ def test_a_class_of_ones_own_runs_and_a_rank_that_breaks_is_named(
         "  mesh: {replicate: 4}, optimizer: sgd}\n"
         "checks: equivalence\n"
     )
-    done = _shardproof("cluster", "run", "s.yaml", "--results", "run", cwd=tmp_path)
+    done = shardproof("cluster", "run", "s.yaml", "--results", "run", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     lines = (tmp_path / "run" / "cases.jsonl").read_text().splitlines()
     told = {line["case"]["implementation"]: line for line in map(json.loads, lines)}
@@ -388,7 +384,7 @@ def test_caps_of_nodes_are_set_measured_and_told(engine: Any, tmp_path: Path) ->
         "checks: equivalence\n"
     )
     capped = ["s.yaml", "--bandwidth", "20mbit", "--memory", "1g", "--results", "run"]
-    done = _shardproof("cluster", "run", *capped, cwd=tmp_path)
+    done = shardproof("cluster", "run", *capped, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     header = json.loads((tmp_path / "run" / "run.json").read_text())
     told = header["invocations"][-1]["cluster"]
@@ -457,7 +453,7 @@ def test_compose_is_the_way_by_hand(engine: Any) -> None:
     try:
         assert subprocess.call([*command, *up], cwd=ROOT, env=environment) == 0
         (header,) = (ROOT / "results" / run).glob("*/run.json")
-        assert _shardproof("verify", str(header.parent)).returncode == 0
+        assert shardproof("verify", str(header.parent)).returncode == 0
         nodes = json.loads(header.read_text())["invocations"][0]["cluster"]["nodes"]
         assert [node["ranks"] for node in nodes] == [[0, 1], [2, 3]]
     finally:

@@ -366,7 +366,7 @@ def test_mpi_and_deepspeed_run_over_nodes(engine: Any, tmp_path: Path) -> None:
         "checks: equivalence\n"
     )
 
-    done = shardproof("cluster", "run", "s.yaml", "--results", "there", cwd=tmp_path, timeout=300)
+    done = shardproof("cluster", "run", "s.yaml", "--results", "there", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     told = {}
     for line in (tmp_path / "there" / "cases.jsonl").read_text().splitlines():

@@ -27,7 +27,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
     command += ["--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True)
     (wheel,) = folder.glob("shardproof-*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "packages")
     return folder / "packages"
@@ -49,7 +49,6 @@ def run(packages: Path, folder: Path, *arguments: str) -> subprocess.CompletedPr
         env={"PYTHONPATH": str(packages), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=170,
     )
 
 

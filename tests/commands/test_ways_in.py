@@ -244,7 +244,7 @@ def test_prove_names_a_call_that_judges_the_case_again(
         program, *words = shlex.split(row["rerun"])
         assert program == "python"
         done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         assert {row["case"], row["verdict"]} <= {*done.stdout.split("\n")}, done.stdout
@@ -293,7 +293,7 @@ def test_prove_weighs_memory_by_itself(tmp_path: Path) -> None:
 
 def test_the_package_stays_light() -> None:
     code = "import sys, shardproof; assert not {'torch', 'pandas', 'pyarrow'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_doctor_names_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,7 +274,6 @@ def test_the_workflow_s_gate_runs_as_it_stands(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.returncode == expected, done.stdout + done.stderr

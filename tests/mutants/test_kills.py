@@ -88,7 +88,6 @@ def test_faults_of_layout_and_last_bits_die_whatever_the_cpu(
         env={**os.environ, **kernels},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert "2 faults judged (2 killed, 0 survive)" in done.stdout, done.stdout + done.stderr
 

@@ -25,14 +25,10 @@ def shardproof(
     *arguments: str,
     cwd: Path = ROOT,
     paths: Sequence[Path] = (),
-    timeout: float = 150,
     stdout: IO[str] | int = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
-    """What the command did; modules in ``paths`` can be imported, too.
-
-    :raises subprocess.TimeoutExpired: it took longer than ``timeout`` seconds.
-    """
-    return _done(_command(arguments), cwd, _environment(paths), timeout, stdout)
+    """What the command did; modules in ``paths`` can be imported, too."""
+    return _done(_command(arguments), cwd, _environment(paths), stdout)
 
 
 def here(
@@ -117,18 +113,15 @@ def _here(
     return subprocess.CompletedProcess(words, code, *texts)
 
 
-def python(
-    *arguments: str, cwd: Path = ROOT, timeout: float = 150, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     """What Python did that can import the suite; ``variables`` of its environment."""
-    return _done([sys.executable, *arguments], cwd, _environment() | variables, timeout)
+    return _done([sys.executable, *arguments], cwd, _environment() | variables)
 
 
 def _done(
     command: Sequence[str],
     cwd: Path,
     environment: dict[str, str],
-    timeout: float,
     stdout: IO[str] | int = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -138,7 +131,6 @@ def _done(
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
         check=False,
     )
 

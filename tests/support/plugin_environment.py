@@ -55,6 +55,5 @@ class PluginEnvironment:
             env=variables,
             capture_output=True,
             text=True,
-            timeout=300,
             check=False,
         )

@@ -73,7 +73,6 @@ def launch(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=580,
         check=True,
     )
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("TIMES")]
