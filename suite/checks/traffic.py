@@ -24,6 +24,7 @@ from fractions import Fraction
 
 from shardproof import strategies
 from shardproof.checks import Needs, Outcome, Worst
+from shardproof.checks.numbers import Tally
 from shardproof.costs import CostModel, Flow, NoCostModel, compression, cost_model_of
 from shardproof.costs.expression import evaluate
 from shardproof.costs.families import Family
@@ -42,8 +43,9 @@ CONTROL_BYTES = 4096
 CONTROL_BYTES_A_NAME = 64
 #: Phases of no step, whose calls are not training's.
 _AROUND = ("setup", "save", "load")
-#: Of right sums without a call in the ledger; wrong ones are for ``equivalence`` to tell.
+#: Of right sums without a call in the ledger, and of wrong ones.
 _ELSEWHERE = "traffic goes through a group that is not of the mesh: no call was seen"
+_SILENT = "nothing was sent over a group of the mesh, and the numbers are wrong"
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -73,7 +75,9 @@ def decide(evidence: Figures) -> Outcome:
             if compressed:
                 value += _payload(evidence, step, floating=False)
             if low and not value:
-                return Outcome("traffic", "undecidable", _ELSEWHERE, None, figures.to_dict())
+                wrong = Tally.of(evidence.compared.get("equivalence", [])).wrong
+                status, why = ("fail", _SILENT) if wrong else ("undecidable", _ELSEWHERE)
+                return Outcome("traffic", status, why, None, figures.to_dict())
             if low <= value <= high:
                 continue
             message = _out_of_family(evidence, step, value, low, high)

@@ -27,7 +27,7 @@ from shardproof.runs.bundle.unpacking import unpacked
 from shardproof.runs.header import OtherFormat
 from shardproof.runs.integrity import changed
 from shardproof.runs.run_folder import Run, read
-from shardproof.verdicts import INTERRUPTED
+from shardproof.verdicts import INTERRUPTED, RED, kind
 from shardproof.wings import LineKind, wings_of
 
 #: What must come out again; the rest is time and names of files.
@@ -49,6 +49,8 @@ class Verified:
     others: Mapping[LineKind, int] = field(default_factory=dict)
     #: Which lines were not read, in a sentence.
     unread: str = ""
+    #: Cases whose verdict is red.
+    broken: int = 0
 
     def sentence(self) -> str:
         """One line for people."""
@@ -58,6 +60,8 @@ class Verified:
         judged += [f"{n} {kind.noun}s" for kind, n in self.others.items() if kind.is_judged]
         told = [f"verified: {', '.join(judged)} judged again", f"{self.left_out} left out"]
         told += [f"{n} {kind.noun}s read" for kind, n in self.others.items() if not kind.is_judged]
+        if self.broken:
+            told[-1] += f"; {self.broken} of {self.cases} cases failed, and the evidence says so"
         return ", ".join(told) + (f". {self.unread}" if self.unread else "")
 
 
@@ -79,7 +83,8 @@ def verify(path: Path) -> Verified:
     judged = [kill for kill in run.kills if not kill.left_out]
     left_out = len(run.left_out) + len(run.kills) - len(judged)
     others = {kind: len(lines) for kind, lines in run.known(judged_only=False).items()}
-    return Verified(len(results), len(judged), left_out, problems, others, run.unread)
+    broken = sum(kind(result.verdict) in RED for result in run.cases)
+    return Verified(len(results), len(judged), left_out, problems, others, run.unread, broken)
 
 
 def verify_archive(archive: Path) -> tuple[Verified, Listing]:

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from shardproof import verdicts
 from shardproof.case import Case
-from shardproof.checks import CHECKS
+from shardproof.checks import CHECKS, OF_UNTRAINED
 from shardproof.checks.results import CaseResult, LeftOut
 from shardproof.report.tables import error_is_ratio
 from shardproof.runs.run_folder import Run
@@ -132,7 +132,10 @@ def _does(case: Case, capability: str) -> bool:
 #: Capabilities that other fields of a case tell.
 _BY_FIELD: dict[str, Callable[[Case], bool]] = {
     "clipping": lambda case: case.optimizer.clip_norm is not None,
-    "accumulation": lambda case: case.workload.micro_batches > 1 or case.workload.windows > 1,
+    "accumulation": lambda case: (  # what trains nothing has these numbers by default only
+        OF_UNTRAINED.keys().isdisjoint(case.checks)
+        and (case.workload.micro_batches > 1 or case.workload.windows > 1)
+    ),
     "mixed-precision": lambda case: bool(case.precision),
     "loss-scaling": lambda case: case.optimizer.scaler is not None,
     "recomputation": lambda case: _does(case, "recomputation"),

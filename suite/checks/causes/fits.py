@@ -139,8 +139,11 @@ def states(evidence: Evidence, step: int) -> list[dict[str, Tensor]]:
     #     rank0     every coordinate begins with the first copy
     #     others    each with its own, or with the last one where there are fewer copies
     sent = evidence.declaration.buffers == "rank0"
+    # A system that promises nothing of buffers need not show them: the model runs on those given.
+    given = for_case(evidence.case).state()
     return [
-        parameters
+        {name: given[name] for name in given if name not in parameters}
+        | parameters
         | {n: c[min(c) if sent else min(number, max(c))] for n, c in held["buffers"].items()}
         for number in range(len(evidence.shares(step)))
     ]

@@ -121,6 +121,8 @@ class _Losses:
         """Sums over other micro-batches, or with other weights, in training mode and not."""
         states, loss_of = fits.states(self.evidence, self.step), self.evaluator(True)
         losses = self.of(loss_of, states)
+        # The identity, first: whatever changes nothing here would explain a wrong state as well.
+        yield _sum(losses), self._of_held()
         yield from self._selections(losses)
         yield from self._weighted(losses)
         yield from self._biases(loss_of, states)
@@ -129,6 +131,17 @@ class _Losses:
         yield from self._of_outputs(states, True)
         evaluated = _sum(self.of(self.evaluator(False), states))
         yield evaluated, "this is the loss in evaluation mode"
+
+    def _of_held(self) -> str:
+        """A sentence on a loss that is right for a state that is wrong."""
+        held = fits.state_before(self.evidence, self.step)["buffers"]
+        given = for_case(self.evidence.case).state() if self.step == 0 else {}
+        for name, copies in held.items():
+            odd = [n for n, t in copies.items() if name in given and not fits.same(t, given[name])]
+            if odd:
+                which = f"copies {odd} of the buffer {name!r} begin"
+                return f"{which} with other values than those given, and the loss follows from them"
+        return f"the loss is that of the state that is held before step {self.step}: that is wrong"
 
     def of_evaluation(self) -> Tries:
         """In training mode, with other weights or with other parameters."""
