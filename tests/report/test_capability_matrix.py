@@ -9,7 +9,7 @@ import pytest
 from made_case import made_case
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.checks import CHECKS, Outcome
+from shardproof.checks import CHECKS, OF_UNTRAINED, Outcome
 from shardproof.checks.results import CaseResult, LeftOut
 from shardproof.contract import OptimizerSpec
 from shardproof.report.capability_matrix import (
@@ -242,3 +242,10 @@ def test_lines_of_older_versions_that_lack_fields_are_read() -> None:
         del told["case"][name]
     told["case"]["of_a_later_version"] = 1
     assert cell(CaseResult.from_dict(told)).text == "pass 1/1"
+
+
+@pytest.mark.parametrize("check", sorted(OF_UNTRAINED))
+def test_what_trains_nothing_says_nothing_of_accumulation(check: str) -> None:
+    workload = WorkloadSpec("charnames_gpt", micro_batches=2)
+    assert "accumulation" in capabilities(case(workload=workload))
+    assert "accumulation" not in capabilities(case(workload=workload, checks=(check,)))
