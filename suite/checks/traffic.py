@@ -75,9 +75,9 @@ def decide(evidence: Figures) -> Outcome:
             if compressed:
                 value += _payload(evidence, step, floating=False)
             if low and not value:
-                wrong = Tally.of(evidence.compared.get("equivalence", [])).wrong
-                status, why = ("fail", _SILENT) if wrong else ("undecidable", _ELSEWHERE)
-                return Outcome("traffic", status, why, None, figures.to_dict())
+                if Tally.of(evidence.compared.get("equivalence", [])).wrong:
+                    return Outcome("traffic", "fail", _SILENT, None, figures.to_dict())
+                return Outcome("traffic", "undecidable", _ELSEWHERE, None, figures.to_dict())
             if low <= value <= high:
                 continue
             message = _out_of_family(evidence, step, value, low, high)
