@@ -357,7 +357,9 @@ class Mesh:
             return self._comms[axes]
         except KeyError:
             known = ", ".join("+".join(names) for names in self._comms)
-            raise KeyError(f"no group along {'+'.join(axes)}; this mesh has: {known}") from None
+            what = f"no group along {'+'.join(axes)}; this mesh has: {known}"
+            remedy = "Mesh.subgroup(ranks) gives one of any ranks of the mesh"
+            raise KeyError(f"{what}; {remedy}") from None
 
     def subgroup(self, ranks: Sequence[int]) -> Subgroup:
         """The communicator of some ranks of this mesh, by their global numbers, ascending.

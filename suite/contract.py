@@ -56,6 +56,10 @@ class Refused(ValueError):
     Raise it from ``setup`` (or ``step``) with a sentence that names the option and its value
     (``option 'split' = [2, 2]``) or the axis of the mesh (``axis 'tensor'``): then the case ends
     with the verdict ``refused``, any other refusal that was not declared fails.
+
+    What shows only in the model that ``setup`` builds is declined by a word of
+    ``Capabilities.declines``; the sentence then says ``declined 'second_derivative'``, and the case
+    is a ``skip`` with the declared reason.
     """
 
 
@@ -379,8 +383,9 @@ class Capabilities:
 
     ``features`` are checked against the strategy's profile (``shardproof.strategies``);
     ``declines`` maps traits that lie outside the profile to the reason why they are not supported
-    (such cases become ``skip``); ``"clipping"`` and ``"loss_scale"`` (a scaler of losses) may be
-    declined likewise, and each in one dtype only: ``"clipping@float64"``.
+    (such cases become ``skip``); ``"clipping"``, ``"loss_scale"`` (a scaler of losses) and
+    ``"second_derivative"`` (a model that differentiates in its forward: see :class:`Refused`) may
+    be declined likewise, and each in one dtype only: ``"clipping@float64"``.
 
     ``needs``: what a backend must have (:data:`BackendNeed`): a system with state in module globals
     needs ``processes``.  ``denies``: single backends on which it does not run, by name, and why.

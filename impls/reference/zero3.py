@@ -69,7 +69,7 @@ from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.units.plan import Wrap, plan_units
 from shardproof.impls.reference.units.shard import ShardedUnit
-from shardproof.impls.reference.units.wrapped import WrappedModel
+from shardproof.impls.reference.units.wrapped import DECLINES, WrappedModel
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ReferenceZero3(Engine):
         """Everything that the ``zero3`` profile asks for."""
         chosen = parse_options(Options, options)
         sharded = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
-        declines = chosen.wrap.declines
+        declines = chosen.wrap.declines | DECLINES
         exact = declared(
             "overlap", *sharded, axes=("shard",), declines=declines, checkpoints=FORMATS
         )

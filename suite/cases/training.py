@@ -70,7 +70,7 @@ def prepare(
     if account.cannot_fit:
         return None
     facts = facts_of(case, workload)
-    account.cannot_fit = _why_it_cannot_fit(case, schedules, facts, workload)
+    account.cannot_fit = _why_it_cannot_fit(system.strategy, case, schedules, facts, workload)
     account.unsound_schedules = announced.unsound_schedules(case, system.strategy, schedules)
     if account.cannot_fit or account.unsound_schedules:
         return None
@@ -105,10 +105,10 @@ def _why_not_in_this_lane(case: Case, declaration: Declaration) -> str:
 
 
 def _why_it_cannot_fit(
-    case: Case, schedules: Schedules, facts: CaseFacts, workload: Workload
+    strategy: str, case: Case, schedules: Schedules, facts: CaseFacts, workload: Workload
 ) -> str:
     """Why the axes cannot share the stages or the layers of a model; empty: they can."""
-    if odd := costs.cannot_fit(facts.model_facts):
+    if odd := costs.cannot_fit(facts.model_facts, strategy):
         return odd
     claimed = next(iter(schedules.values()), None)
     axis, units = cutting("layers"), len(workload.units)

@@ -105,7 +105,11 @@ def _decided(account: Account) -> CaseResult:
     cause = root_cause(rank_outcomes)
     if case.fault is not None and case.fault.verdicts:
         return _under_fault(case, account, cause)
-    if cause is not None and cause.error_type == "Refused" and is_about_input(case, cause.message):
+    is_refusal = cause is not None and cause.error_type == "Refused"
+    declined = account.declaration.declined_by
+    if cause and is_refusal and (reason := declined(cause.message, case.dtype)):
+        return _result(case, "skip", reason)
+    if cause and is_refusal and is_about_input(case, cause.message):
         return _apply_xfail(case, "refused", cause.message)
     if cause is not None:
         return _apply_xfail(case, *_broken(cause, rank_outcomes))

@@ -224,12 +224,21 @@ def _recomputation(evidence: Figures) -> str:
         for unit in facts.units:
             wanted = begun["forward", unit] if every else 0
             again = begun["recompute", unit]
+            if again == 0 and _asks_for_no_backward(facts, unit):
+                continue
             if again != wanted:
                 asked = f"{wanted} asked for (recompute_every: {every})"
                 return f"{unit!r} is recomputed {again} times in backward, {asked}"
         return ""
 
     return first_problem(evidence, wrong)
+
+
+def _asks_for_no_backward(facts: ModelFacts, unit: str) -> bool:
+    """Whether nothing is trained up to the end of ``unit``: backward never comes to it."""
+    trained = [tensor.trainable for tensor in facts.parameters]
+    inside = [n for n, t in enumerate(facts.parameters) if any(within(o, unit) for o in t.owners)]
+    return bool(inside) and not any(trained[: inside[-1] + 1])
 
 
 def _buckets(evidence: Figures, figures: dict[str, object]) -> str:

@@ -75,12 +75,37 @@ def update_of(evidence: Evidence, step: int) -> Update:
     spec = replace(spec, lr=spec.lr * evidence.members[step].rate)
     point = "after_clip" if spec.clip_norm is not None else "gradients_final"
     skipped = evidence.truth.steps[step].skipped
-    gradients = {} if skipped else evidence.observed(step, point, "gradients").first()
+    if clips_unseen(evidence, step):
+        gradients = {} if skipped else _clipped(evidence, step)
+    else:
+        gradients = {} if skipped else evidence.observed(step, point, "gradients").first()
     held = evidence.observed(step - 1, "after_update", "optimizer").first() if step else {}
     # Alone, a master would pass for the state of a parameter that nobody has updated yet.
     own = {n: t for n, t in held.items() if not (n.endswith(f".{MASTER}") or is_outer(n))}
     trainable = tuple(evidence.workload.trainable_names)
     return Update(spec, step, trainable, wide(evidence, step - 1), gradients, own)
+
+
+def clips_unseen(evidence: Evidence, step: int) -> bool:
+    """Whether a system clips and updates in one call, so that no rank shows clipped gradients: its
+    norm and its update are judged in their place.
+    """
+    shown = any("after_clip" in record.steps[step].observed for record in evidence.records)
+    clips = evidence.case.optimizer.clip_norm is not None
+    return clips and not shown and "after_clip" not in evidence.declaration.points
+
+
+def _clipped(evidence: Evidence, step: int) -> dict[str, Tensor]:
+    """What clipping makes of the gradients that are shown before it, by the norm that is told."""
+    final = evidence.observed(step, "gradients_final", "gradients").first()
+    if not final:
+        return final
+    told = next((r.steps[step].norm for r in evidence.records if r.steps[step].norm), None)
+    norm = torch.nn.utils.get_total_norm(list(final.values()), foreach=False)
+    norm = norm if told is None else torch.tensor(told, dtype=norm.dtype)
+    # As torch does, so that what it multiplies by has the same bits.
+    factor = torch.clamp((evidence.case.optimizer.clip_norm or 0.0) / (norm + 1e-6), max=1.0)
+    return {name: gradient * factor for name, gradient in final.items()}
 
 
 def made_of(evidence: Evidence, step: int) -> Made:

@@ -278,6 +278,8 @@ def _promise(evidence: Figures, step: int) -> CostModel | None:
     """The cost model for ``step`` and its members; a skipped update clips nothing."""
     if (facts := evidence.model_facts) is not None:
         facts = in_step(facts, step, _was_skipped(evidence, step))
+        made = {done.step for record in evidence.records for done in record.evaluations}
+        facts = replace(facts, evaluated=step in made)
         if evidence.case.changes_members:
             count = len(evidence.members[step].members)
             facts = replace(facts, axes=dict.fromkeys(facts.axes, count))

@@ -56,7 +56,7 @@ def factor(evidence: Figures) -> float:
 
 
 def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
-    """Steps of the fp64 twin and of one device in the case's precision, both forced.
+    """Steps of the fp64 twin (of the widest dtype that the model has) and of one device in the case's precision, both forced.
 
     They compute with the same values: masters and shards are rounded to what is computed with.
     """
@@ -67,14 +67,15 @@ def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
     forced = [{n: t.to(narrow) for n, t in state.first().items()} for state in states]
     rule = evidence.declaration.buffers
     changing = evidence.members if case.changes_members else ()
-    twin = make(case.workload, "float64", case.lane, case.compute_dtype)
+    own = for_case(case)
+    twin = make(case.workload, own.found.widest, case.lane, case.compute_dtype)
 
     def steps_of(workload: Workload, precision: Mapping[str, str]) -> list[TruthStep]:
         way = training.Way(precision, changing, forced=forced)
         size = case.data_coordinates, case.steps
         return training.train(workload, case.optimizer, *size, rule, way).steps
 
-    return steps_of(twin, {}), steps_of(for_case(case), case.precision)
+    return steps_of(twin, {}), steps_of(own, case.precision)
 
 
 def ratios(

@@ -83,6 +83,7 @@ def prove(
     precision: Mapping[str, str | torch.dtype] | None = None,
     options: Options | None = None,
     checks: Sequence[str] = GENERAL,
+    checkpoints: Sequence[Mapping[str, Any]] = (),
     depth: Literal["", "family", "layout"] = "",
     steps: int = 3,
     deadline: float = 60.0,
@@ -112,7 +113,8 @@ def prove(
     needs.  ``backends``: unless given ``in_memory``, or ``gloo`` where the system does not run on
     that.  ``clip`` are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given,
     ``precision`` what differs from it, as in a scenario (``{"reduce": "bfloat16"}``); dtypes are
-    named or torch's.  ``depth``:
+    named or torch's.  ``checkpoints`` are plans of a scenario, one more run of each case for each:
+    ``[{"label": "resumed", "save_at": 2}]``; the check ``checkpoint`` judges them.  ``depth``:
     how closely the system is held to its strategy, unless as it declares.  ``deadline``: CPU
     seconds that a rank may compute.
     With ``results`` the evidence is written into that run folder, which must not hold another case
@@ -153,7 +155,10 @@ def prove(
     name, options = adapters.subject(implementation, things, options or {})
     registry.check(name)
     traits, checks = tuple(_several(traits)), tuple(_several(checks))
-    call = ProveCall(spec, traits, data, built, lowered, options, checks, depth, steps, deadline)
+    plans = tuple(_several(checkpoints))
+    checks += ("checkpoint",) * (bool(plans) and "checkpoint" not in checks)
+    given = (spec, traits, data, built, lowered, options, checks, plans)
+    call = ProveCall(*given, depth, steps, deadline)
     matrix = call.matrix(name, clip)
     if workload == kinds.SAMPLES.name:
         usual = samplers.USUAL.items()
@@ -198,6 +203,7 @@ class ProveCall:
     precision: Mapping[str, str]
     options: Options
     checks: Sequence[str]
+    checkpoints: Sequence[Mapping[str, Any]]
     depth: str
     steps: int
     deadline: float
@@ -236,6 +242,7 @@ class ProveCall:
                 "workload": self._workload(lane),
                 "matrix": {**matrix, "backend": backend, "mesh": mesh, "lane": lane, **trained},
                 "checks": self.checks,
+                "checkpoints": self.checkpoints,
                 "steps": self.steps,
                 "deadline": self.deadline,
             }

@@ -33,7 +33,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 
-from shardproof import strategies
+from shardproof import axes, strategies
 from shardproof.axes import Cut, replicas
 from shardproof.by_path import CannotImport, at_path
 from shardproof.costs.ddp import DDP
@@ -76,9 +76,14 @@ def cost_model_class(strategy: str) -> type[CostModel]:
 FITS: Mapping[Cut, Callable[[ModelFacts], str]] = {"widths": cannot_share_layers}
 
 
-def cannot_fit(facts: ModelFacts) -> str:
-    """Why the ranks of an axis cannot share the model; empty: all of them can."""
-    reasons = (why(facts) for what, why in FITS.items() if facts.parts(what) > 1)
+def cannot_fit(facts: ModelFacts, strategy: str | None = None) -> str:
+    """Why the ranks of an axis cannot share the model; empty: all of them can.
+
+    A ``strategy`` without a record may share something else along an axis (a ring of positions).
+    """
+    along = axes.names() if strategy is None else strategies.of(strategy).axes
+    cuts = [what for what in FITS if axes.cutting(what) in along]
+    reasons = (FITS[what](facts) for what in cuts if facts.parts(what) > 1)
     return next(filter(None, reasons), "")
 
 

@@ -85,7 +85,8 @@ class ModelFacts(Stored):
     ``micro_batches`` counts those of each data coordinate in step 0, and in all steps unless shares
     are ``rotating``; ``groups`` are the names of each parameter group that the optimizer makes
     (empty: all trained ones in one).  ``scaled``: losses are scaled; ``skipped``: the step in
-    question overflowed and is no update.  ``calls``: how often one forward calls a module, where
+    question overflowed and is no update; ``evaluated``: an evaluation came right before it.
+    ``calls``: how often one forward calls a module, where
     that is not once.
 
     Where activations travel along an axis, ``inputs`` are the shapes of all micro-batches by step,
@@ -118,6 +119,7 @@ class ModelFacts(Stored):
     roles: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     label_smoothing: float | None = None
+    evaluated: bool = False
 
     @property
     def world(self) -> int:

@@ -12,12 +12,15 @@ from typing import Any, Generic, TypeVar
 
 from shardproof.files import read_fast_json
 from shardproof.launch.fork_server import ForkServer, ForkServerError, Task
+from shardproof.launch import process_control
 from shardproof.launch.workspace import Workspace
 
 #: A fork server that dies is replaced this often in one run, with the loss of its leaders.
 RESTARTS = 3
 
 _LONGEST_POLL = 1.0
+#: What computes for a smaller share of the time stands still.
+_LEAST_SHARE = 0.01
 
 P = TypeVar("P")
 #: A key of the caller's, what the task is called with, and its deadline in seconds.
@@ -61,6 +64,10 @@ class _Running(Generic[P]):
     began: float
     deadline: float
     timed_out: bool = False
+    #: Where CPU seconds count: those between two looks, those left, and all at the last look.
+    seconds: float = 0.0
+    left: float = 0.0
+    spent: float | None = None
 
 
 class Pool:
@@ -100,13 +107,15 @@ class Pool:
         task: Task[P],
         items: Iterable[Item[P]],
         group: Callable[[P], str | None] = lambda payload: None,
+        by_cpu: bool = False,
     ) -> Generator[TaskEnd[P], None, None]:
         """Run ``task(payload)`` for each ``(key, payload, deadline in seconds)``; yield the ends.
 
         ``task`` is a function of a module, which the leader imports by its name.  ``items`` is
         drawn from only when a leader can start, so that it may stop at will.  If the caller stops
         early, running leaders are killed.  ``group`` says of a payload that its task leaves the
-        leader as it was, which may then do others of that group; ``None``: it may not.
+        leader as it was, which may then do others of that group; ``None``: it may not.  ``by_cpu``:
+        deadlines count CPU seconds, and what stands still for as long ends too.
         """
         if task.__module__ not in self._preload:
             self._preload.append(task.__module__)
@@ -126,6 +135,9 @@ class Pool:
                         ticket = self._submit(task, payload, value, group(payload))
                         now = time.monotonic()
                         running[ticket] = _Running(key, payload, value, now, now + seconds)
+                        if by_cpu:
+                            running[ticket].seconds = running[ticket].left = seconds
+                            running[ticket].spent = self._spent()
                     continue
                 try:
                     ends = self._advance(running)
@@ -153,7 +165,7 @@ class Pool:
     def _advance(self, running: dict[int, _Running[P]]) -> list[TaskEnd[P]]:
         now = time.monotonic()
         for ticket, item in running.items():
-            if now >= item.deadline and not item.timed_out:
+            if now >= item.deadline and not item.timed_out and self._is_late(item):
                 item.timed_out = True
                 self.fork_server.kill(ticket)
         due = min((r.deadline for r in running.values() if not r.timed_out), default=now + 1)
@@ -166,6 +178,21 @@ class Pool:
             value = _read_once(item.value)
             ends.append(TaskEnd(item.key, item.payload, *how, leader.seconds, leader.output, value))
         return ends
+
+    def _is_late(self, item: _Running[P]) -> bool:
+        """Whether an item at its deadline is to end: it has spent all its CPU seconds, or none of
+        them since the last look.  On a busy machine they take longer.
+        """
+        if item.spent is None:
+            return True
+        spent = self._spent()
+        used, item.spent = spent - item.spent, spent
+        item.left -= used
+        item.deadline = time.monotonic() + item.seconds
+        return item.left <= 0 or used < _LEAST_SHARE * item.seconds
+
+    def _spent(self) -> float:
+        return process_control.spent_below(self.fork_server.pid)
 
     def _kill(self, tickets: Collection[int]) -> None:
         """End what still runs when the caller stops early; a dead fork server has done so."""

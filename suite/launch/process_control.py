@@ -134,6 +134,18 @@ def activity_of(pid: int, thread: int = 0) -> tuple[str, float]:
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def spent_below(pid: int) -> float:
+    """CPU seconds of everything that process ``pid`` started and that still runs."""
+    import psutil
+
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += sum(child.cpu_times()[:4])  # of those that it has waited for as well
+    return total
+
+
 def began(pid: int) -> int | None:
     """When the process began, in ticks of the kernel since it started; ``None``: there is none."""
     fields = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import NoneType
@@ -29,6 +30,9 @@ UNEQUAL = "unequal_micro_batches"
 NARROW = frozenset({"bfloat16", "float16"})
 #: What can be declined beside traits.
 CLIPPING, LOSS_SCALE = "clipping", "loss_scale"
+#: As well, by a refusal of the model that names the word.
+SECOND_DERIVATIVE = "second_derivative"
+_DECLINED = re.compile(r"\bdeclined '(\w+)'")
 
 
 class BrokenContract(RuntimeError):
@@ -110,7 +114,7 @@ class Declaration(Capabilities, Stored):
         """What it says that nothing knows, or the trait that it declines although its strategy
         implies it; empty: nothing.  A misspelt word must not pass for one that was not said.
         """
-        declinable: Collection[str] = (*TRAITS, CLIPPING, LOSS_SCALE)
+        declinable: Collection[str] = (*TRAITS, CLIPPING, LOSS_SCALE, SECOND_DERIVATIVE)
         if self.strategy == Sampling.strategy:
             declinable = Sampling.asked
         words: dict[str, tuple[Collection[object], Collection[str]]] = {
@@ -239,6 +243,13 @@ class Declaration(Capabilities, Stored):
         names = ("all_reduce", "reduce_scatter", "all_gather")
         sums = any(given.get(name, "backend") != "backend" for name in names)
         return "sums by sending" if sums else ""
+
+    def declined_by(self, refusal: str, dtype: str) -> str:
+        """Why a case is declined whose ``refusal`` names a declined word; empty: it names none."""
+        for word in _DECLINED.findall(refusal):
+            if (reason := self._declined(word, dtype)) is not None:
+                return f"declines {word}{reason}"
+        return ""
 
     def _declined(self, what: str, dtype: str) -> str | None:
         """In which dtype and why ``what`` is declined; ``None``: it is not."""

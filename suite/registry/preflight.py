@@ -21,7 +21,8 @@ from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.workloads.own import FOUND
 
-#: For the import of a user's modules; torch is imported already.
+#: CPU seconds for the import of a user's modules, and the longest that it may stand still; torch is
+#: imported already.
 SECONDS = 60.0
 _LONGEST = 400
 #: What is asked in a leader.
@@ -36,7 +37,7 @@ def _ask(task: Callable[[P], Any], items: Mapping[str, P], pool: Pool | None) ->
     with ExitStack() as stack:
         leaders = pool if pool is not None else stack.enter_context(Pool(1))
         timed = [(key, item, SECONDS) for key, item in items.items()]
-        return list(stack.enter_context(closing(leaders.run(task, timed))))
+        return list(stack.enter_context(closing(leaders.run(task, timed, by_cpu=True))))
 
 
 def _problem(fault: str, remedy: str, file: str = "", line: int | None = None) -> Problem:
@@ -179,7 +180,7 @@ def try_workload(case: Case) -> tuple[str, list[str]]:
 def ending(end: TaskEnd[Any]) -> str:
     """How a leader ended that gave no answer, with its last words."""
     if end.timed_out:
-        how = f"did not end within {SECONDS:g} s"
+        how = f"did not end within {SECONDS:g} s of CPU time, or stood still as long"
     elif end.signal is not None:
         how = f"ended its process (signal {end.signal})"
     elif end.exit_code is not None:

@@ -62,14 +62,15 @@ class Samples:
 @dataclass(frozen=True)
 class Found:
     """What a model shows when it runs: slices of parameters whose true gradient is 0, trained
-    parameters that no forward uses, traits that it has by itself, and how often one forward of a
-    module calls a child where that is not once.
+    parameters that no forward uses, traits that it has by itself, how often one forward of a
+    module calls a child where that is not once, and the widest dtype that it computes in.
     """
 
     zero_gradient: Mapping[str, list[Region]] = field(default_factory=dict)
     unused: frozenset[str] = frozenset()
     traits: tuple[str, ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
+    widest: str = "float64"
 
 
 class WorkloadFamily(ABC):
@@ -197,6 +198,8 @@ class ModelBuild:
         seed = f"{self._workload.spec.seed}/perturbed/{self._rank}"
         with torch.no_grad():
             for name, tensor, owner in layers.named_tensors(module):
+                if self._workload.family.has_values and layers.is_derived(name, owner):
+                    continue  # in no state dict: whoever builds the model makes it
                 value = self._workload.family.initial(seed, name, tensor, owner)
                 tensor.copy_(value if value.is_floating_point() else value + 1000 + self._rank)
         return module

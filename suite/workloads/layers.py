@@ -145,6 +145,11 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
             yield name, tensor, owners[name.rpartition(".")[0]]
 
 
+def is_derived(name: str, owner: nn.Module) -> bool:
+    """Whether ``name`` is a buffer that its module computes and no state dict holds."""
+    return name.rpartition(".")[2] in owner._non_persistent_buffers_set
+
+
 def initial_value(seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Tensor:
     """The initial value of ``tensor``: fp64 values rounded to fp32 (integers as they are).
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from shardproof.workloads.base import Found, Region, Workload
+from shardproof.workloads.base import DTYPES, Found, Region, Workload
 from shardproof.workloads.draws import generators
 from shardproof.workloads.knobs import WorkloadError
 from shardproof.workloads.layers import named_tensors
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 #: Relative to the largest element of all gradients: below, a gradient may be round-off alone.
 #: Whether it is, each comparison asks again (``ZERO_FLOOR``).
 _ROUND_OFF = 1e-10
+#: The same in a narrower dtype, in its own steps.
+_EPSILONS = 16
 #: What two forwards of the same numbers may differ by.
 _SAME = 1e-9
 
@@ -47,11 +49,23 @@ def run(family: OwnWorkload, workload: Workload) -> Found:
     if len(unused) == len(gradients):
         what = "no parameter is trained" if not gradients else "no parameter gets a gradient"
         raise WorkloadError(f"{family.name}: {what}: the loss does not depend on the model")
-    # Round-off is told apart in fp64.
-    exact = Workload(family, workload.spec, "float64") if workload.dtype != "float64" else workload
-    zero = _zero_regions(_attempt(family, exact, 1).gradients)
+    exact, widest = _widest(family, workload) or (first, workload.dtype)
+    zero = _zero_regions(exact.gradients, DTYPES[widest])
     traits = tuple(_traits(module, unused, workload.units, first))
-    return Found(zero, frozenset(unused), traits, _relative(module, first.calls, unused))
+    return Found(zero, frozenset(unused), traits, _relative(module, first.calls, unused), widest)
+
+
+def _widest(family: OwnWorkload, workload: Workload) -> tuple[_Attempt, str] | None:
+    """The attempt in the widest dtype, in which round-off is told apart; ``None``: the model's
+    kernels have no form for one that is wider than the case's.
+    """
+    own = DTYPES[workload.dtype].itemsize
+    for name in (name for name, dtype in DTYPES.items() if dtype.itemsize > own):
+        try:
+            return _attempt(family, Workload(family, workload.spec, name), 1), name
+        except WorkloadError:
+            continue
+    return None
 
 
 @dataclass
@@ -131,10 +145,13 @@ def _other_losses(family: OwnWorkload, one: _Attempt, two: _Attempt) -> Workload
     )
 
 
-def _zero_regions(gradients: Mapping[str, Tensor | None]) -> dict[str, list[Region]]:
+def _zero_regions(
+    gradients: Mapping[str, Tensor | None], dtype: torch.dtype
+) -> dict[str, list[Region]]:
     """Runs of rows whose gradient is round-off; rows of true zeros are compared as they are."""
     some = {name: g for name, g in gradients.items() if g is not None and g.numel()}
-    limit = _ROUND_OFF * max((float(g.abs().max()) for g in some.values()), default=0.0)
+    share = max(_ROUND_OFF, _EPSILONS * torch.finfo(dtype).eps)
+    limit = share * max((float(g.abs().max()) for g in some.values()), default=0.0)
     regions: dict[str, list[Region]] = {}
     for name, gradient in some.items():
         rows = gradient.reshape(len(gradient), -1) if gradient.dim() else gradient.reshape(1, 1)

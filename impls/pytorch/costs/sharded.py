@@ -162,10 +162,30 @@ class FSDP2(_Upstream):
             flows += model.flow(
                 facts, facts.replicated, "all_reduce", [reduced // self.ranks], times
             )
+        flows += model.flow(facts, facts.sharded, "all_gather", self.gathered_in_vain())
         if facts.clipped:
             norms = [ITEMSIZE[t.dtype] for t in facts.parameters if self.reduced(t)]
             flows += model.flow(facts, facts.sharded, "all_reduce", [sum(norms)])  # coalesced
         return [*flows, *self.overflow(facts.sharded)]
+
+    def gathered_in_vain(self) -> list[int]:
+        """Bytes that the first backward after an evaluation gathers for nobody, if any.
+
+        A forward without a backward leaves its units in the list from which each unit's backward
+        gathers the one before it (_fsdp_param_group.py, post_forward_order).  So the first unit's
+        backward gathers the last one of the evaluation.  A root that has parameters is that one,
+        and whole at the time.
+        """
+        #     order   [0 1 2] [0 1 2]     evaluation, then the forward of the step
+        #                   ^--'          backward of 0 gathers what stands before it
+        names = [name for name, _ in self.units]
+        if not self.facts.evaluated or "" in names or len(names) < 2:
+            return []
+        outer = [n for n in names if not any(n != o and within(n, o) for o in names)]
+        first, last = self.units[0][1], dict(self.units)[outer[-1]]
+        if not any(self.reduced(tensor) for tensor in first):
+            return []  # nothing asks for its backward
+        return [sum(self.padded(t) * ITEMSIZE[self.facts.compute(t.dtype)] for t in last)]
 
     def reduced_bytes(self) -> list[int]:
         """Bytes of each unit's reduce-scatter, padding included."""

@@ -44,12 +44,17 @@ def generators_of(module: nn.Module, device: torch.device) -> dict[str, torch.Ge
     return found
 
 
+#: The word under which strategies decline such models.
+SECOND_DERIVATIVE = "second_derivative"
+
+
 def refuse_second_derivatives(module: nn.Module, asked: str, why: str, remedy: str) -> None:
     """Raise :class:`Refused` where a part of ``module`` takes a gradient in its forward."""
     for name, part in module.named_modules():
         if getattr(part, "differentiates", False):
             place = repr(name) if name else f"the model ({type(part).__name__})"
-            raise Refused(f"{asked}: {place} takes a gradient in its forward, but {why}; {remedy}")
+            what = f"{place} takes a gradient in its forward (declined {SECOND_DERIVATIVE!r})"
+            raise Refused(f"{asked}: {what}, but {why}; {remedy}")
 
 
 @torch.no_grad()

@@ -78,6 +78,7 @@ from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.fsdp.schedule import FSDP, Options
 from shardproof.impls.reference.units.plan import plan_units
+from shardproof.impls.reference.units.wrapped import DECLINES
 
 #: The axes of the mesh that a strategy needs.
 AXES = {
@@ -111,7 +112,7 @@ class ReferenceFSDP(Engine):
         """Everything that the ``fsdp`` profile asks for."""
         chosen = parse_options(Options, options)
         silent = ("accumulation_without_communication",) * chosen.accumulate_without_communication
-        axes, declines = AXES[chosen.sharding_strategy], chosen.wrap.declines
+        axes, declines = AXES[chosen.sharding_strategy], chosen.wrap.declines | DECLINES
         exact = declared(
             "wrapped_units", "overlap", *silent, axes=axes, declines=declines, checkpoints=FORMATS
         )

@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from shardproof.comm import Comm
 from shardproof.impls.reference.engine.handle import PLAIN, Context, T
 from shardproof.impls.reference.engine.precision import Precision
-from shardproof.impls.reference.engine.state import refuse_second_derivatives
+from shardproof.impls.reference.engine.state import (
+    SECOND_DERIVATIVE,
+    refuse_second_derivatives,
+)
 from shardproof.impls.reference.units.events import Listener, UnitEvents
 from shardproof.impls.reference.units.gradients import GradientState
 from shardproof.impls.reference.units.model import ShardedModel
@@ -31,6 +34,10 @@ from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 
 #: What is announced: a kind of call times the number of units, plus the unit's number, plus 1.
 GATHER, GATHER_CHUNKS, REDUCE = range(3)
+
+
+#: What strategies that shard parameters decline, and why.
+DECLINES = {SECOND_DERIVATIVE: "a unit is whole for one forward and one backward"}
 
 
 class WrappedModel(ShardedModel, Listener):
@@ -54,7 +61,7 @@ class WrappedModel(ShardedModel, Listener):
         refuse_second_derivatives(
             module,
             "sharded parameters",
-            "a unit is whole for one forward and one backward",
+            DECLINES[SECOND_DERIVATIVE],
             "take a strategy that keeps parameters whole (ddp, zero1, zero2)",
         )
         super().__init__(module, comms, plan, precision, context)

@@ -4,7 +4,8 @@ Judged in cases of workload ``epochs``: ranks ask a sampler for several epochs a
 gives (``workload.py``).  Their shares together must be all samples; what ranks cannot
 share evenly is repeated or left out, no more of it than that takes.  A shuffle is one permutation
 of all samples, the same on all ranks, another one in each epoch and for another seed, and the same
-when an epoch is asked for again; no global generator moves.  A run that stops in the middle of an
+when an epoch is asked for again; no global generator moves, but for the one number that a
+``DataLoader`` draws when it begins.  A run that stops in the middle of an
 epoch and goes on, perhaps on other ranks and after a loader has read ahead, repeats no sample and
 leaves none out; in the same world it goes on exactly as if it had not stopped, and the epochs that
 follow are those of a run that never did.

@@ -124,6 +124,8 @@ class _Asker:
         before = {name: state() for name, state in GENERATORS.items()}
         samples = list(self._epoch(sampler, epoch))
         moved = [name for name, state in GENERATORS.items() if state() != before[name]]
+        if "torch" in moved and GENERATORS["torch"]() == _after_a_loader(number):
+            moved.remove("torch")
         self.record.drawn.append(Drawn(asked, epoch, samples, moved=" and ".join(moved)))
 
     def _epoch(self, sampler: Sampling, epoch: int) -> Iterator[int]:
@@ -136,6 +138,16 @@ class _Asker:
             except TypeError:
                 what = f"{self.system.__name__}.epoch({epoch}) gave {sample!r:.60}"
                 raise BrokenContract(f"{what}, asked is the index of a sample") from None
+
+
+def _after_a_loader(seed: int) -> bytes:
+    """The state of torch's generator when one ``DataLoader`` has begun since it was at ``seed``.
+
+    Each draws a seed for its workers, of which no order depends (``_BaseDataLoaderIter``).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+    return generator.get_state().numpy().tobytes()
 
 
 def _as_json(state: Any) -> str:
