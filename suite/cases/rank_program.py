@@ -9,7 +9,9 @@ for all others it is one mesh of all ranks.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,7 @@ from shardproof.case import Case
 from shardproof.cases.membership import Membership
 from shardproof.cases.saving import Saving
 from shardproof.checks import weighs
+from shardproof.checks.memory.growth import OBJECTS
 from shardproof.comm import Mesh
 from shardproof.contract import Batch, Implementation, Kind, MicroBatch, Piece, Point, Refused
 from shardproof.evidence import records
@@ -323,6 +326,8 @@ class _Rank:
             device = f"cuda:{torch.cuda.current_device()}"
             peak = torch.cuda.max_memory_allocated()
             self.allocator.append(MemoryRow("allocator", step, "step", device, "all", peak))
+        if self.memory and self.declaration.depth == "family":
+            self.allocator += self._objects(step)
         for point in self.declaration.points:
             if point not in observed:
                 raise BrokenContract(f"step {step}: {point!r} was never observed")
@@ -343,6 +348,13 @@ class _Rank:
             samples=_samples(batch) if self.saving or self.case.changes_members else (),
             attempt=attempt,
         )
+
+    def _objects(self, step: int) -> list[MemoryRow]:
+        """Python's small objects in use after ``step``; ranks that are threads share them."""
+        if BACKENDS[self.case.backend].threads and self.rank:
+            return []
+        gc.collect()
+        return [MemoryRow(OBJECTS, step, "step", "", "all", sys.getallocatedblocks())]
 
     def _begin_step(self, step: int, implementation: Implementation) -> None:
         """The step, which is to end nowhere: what it shows is not looked at."""
@@ -437,4 +449,5 @@ def workload_facts(workload: Workload) -> records.WorkloadFacts:
         trainable_names=list(workload.trainable_names),
         unused_possible=workload.unused_possible,
         traits=list(workload.spec.traits),
+        widest=workload.found.widest,
     )

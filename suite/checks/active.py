@@ -27,7 +27,8 @@ from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import axis_of, is_compressed, step_calls
 from shardproof.costs import collectives
 from shardproof.costs.families import HeldByRank
-from shardproof.costs.model_facts import ITEMSIZE
+from shardproof.costs.layout import within
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import SHOWN_AT, RankRecord
 from shardproof.ledgers.traffic import LoggedCall

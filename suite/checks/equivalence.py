@@ -144,7 +144,16 @@ def judged_lane(figures: Figures) -> Lane:
 
 def _precondition(figures: Figures) -> str:
     """Why nothing can be compared (``""``: it can)."""
-    return over_budget(figures) or figures.oracle.diverges()
+    return over_budget(figures) or _nothing_wider(figures) or figures.oracle.diverges()
+
+
+def _nothing_wider(figures: Figures) -> str:
+    """Why errors cannot be told from the truth: the model has no dtype that has fewer."""
+    widest = figures.workload.widest
+    if judged_lane(figures) != "working_precision" or widest != figures.case.lowest_dtype:
+        return ""
+    what = f"{figures.case.workload.name} computes in {widest} and in nothing wider"
+    return f"{what}: there is no truth to compare its errors with; lane bitwise needs none"
 
 
 def over_budget(figures: Figures) -> str:

@@ -297,7 +297,7 @@ class WorkloadFacts(Stored):
     """What checks need to know of the workload.
 
     ``zero_gradient``: regions of parameters whose true gradient is 0, one ``(start, stop)`` per
-    dimension.
+    dimension.  ``widest``: the widest dtype that the model computes in.
     """
 
     zero_gradient: Mapping[str, list[tuple[tuple[int, int], ...]]]
@@ -305,6 +305,7 @@ class WorkloadFacts(Stored):
     trainable_names: Sequence[str]
     unused_possible: bool
     traits: Sequence[str]
+    widest: str = "float64"
 
 
 @dataclass(frozen=True, slots=True)

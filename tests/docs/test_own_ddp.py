@@ -12,7 +12,7 @@ pytestmark = pytest.mark.launches
 
 PAGE = (Path(__file__).parents[2] / "docs/add-an-implementation.md").read_text()
 SECTION = PAGE.partition("## In full: ")[2]
-ADAPTER, CALL = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+ADAPTER, CALL, SHORT = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 #: Most lines of the adapter without blank ones.
 MOST = 48
 SHOW = "print([(row.world, row.verdict, row.reason) for row in frame.itertuples()])\n"
@@ -45,6 +45,44 @@ def test_it_passes_as_it_stands(tmp_path: Path) -> None:
     program(tmp_path, ADAPTER, CALL)
     more = {"worlds": (1, 2, 3), "optimizer": "adamw", "workload": "digits_cnn"}
     told = run(tmp_path, ADAPTER, **more)
+    assert told.count("'pass'") == 3, told
+
+
+def test_the_one_with_a_base_class_passes(tmp_path: Path) -> None:
+    (tmp_path / "my_fsdp2.py").write_text(SHORT)
+    given = {"axis": "shard", "optimizer": "adamw", "clip": (None, 0.05)}
+    call = f"frame = prove('my_fsdp2:MyFSDP2', **{given!r})\n"
+    told = program(tmp_path, ADAPTER, f"from shardproof import prove\n{call}{SHOW}")
+    assert told.count("'pass'") == 6, told
+
+
+def test_it_passes_on_a_model_with_a_constant_buffer(tmp_path: Path) -> None:
+    """As rotary tables and masks: no state dict holds them, and every build makes them."""
+    model = """
+import torch
+from torch import nn
+from shardproof import OwnWorkload
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.register_buffer("table", torch.linspace(0.5, 2, 8), persistent=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x) * self.table))
+
+
+def batch(size, generator):
+    x = torch.randn(size, 6, generator=generator)
+    return x, x.sum(1).gt(0).long()
+
+
+net = OwnWorkload(Net, nn.CrossEntropyLoss(reduction="none"), batch)
+"""
+    (tmp_path / "tabled.py").write_text(model)
+    told = run(tmp_path, ADAPTER, worlds=(1, 2, 3), workload="tabled:net")
     assert told.count("'pass'") == 3, told
 
 

@@ -27,11 +27,26 @@ MODULES = {
 }
 
 
+#: As on a busy machine: two seconds for 0.4 CPU seconds.
+_SLOW = """
+import time
+while time.process_time() < 0.4 + START if "START" in globals() else True:
+    START = globals().get("START", time.process_time())
+    begun = time.process_time()
+    while time.process_time() < begun + 0.02: ...
+    time.sleep(0.08)
+from shardproof.impls.plain import Plain
+class Mine(Plain): ...
+"""
+
+
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, (text, *_) in MODULES.items():
         (tmp_path / f"{name}.py").write_text(text + "\n")
     (tmp_path / "hanging.py").write_text("while True: ...\n")
+    (tmp_path / "still.py").write_text("import threading\nthreading.Event().wait()\n")
+    (tmp_path / "slow.py").write_text(_SLOW)
     (tmp_path / "right.py").write_text(
         "from shardproof.impls.plain import Plain\nclass Mine(Plain): ...\n"
     )
@@ -54,6 +69,15 @@ def test_an_import_that_hangs_is_ended(modules: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(preflight, "SECONDS", 0.5)
     with pytest.raises(SelectionError, match=r"'hanging:Mine' .* did not end within 0.5 s"):
         preflight.check(["hanging:Mine"])
+
+
+def test_an_import_that_stands_still_is_ended_and_one_that_is_slow_is_not(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "SECONDS", 1.0)
+    with pytest.raises(SelectionError, match=r"'still:Mine' .*, or stood still as long"):
+        preflight.check(["still:Mine", "slow:Mine"])
+    assert preflight.check(["slow:Mine"])["slow:Mine"]
 
 
 def test_the_suites_own_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ named.
 Temporaries, which nobody shows, may at their largest exceed those of one process by the model's
 largest unit and its largest parameter (:mod:`~shardproof.checks.memory.unattributed`).
 
+What is no state must not grow from step to step either (:mod:`~shardproof.checks.memory.growth`).
+
 *Cannot see* how large activations and buffers grow (measured, not judged), what an
 allocator rounds up, or a backend whose threads free late: on gloo memory is measured for systems
 that need processes only.  A buffer that a rank owns no part of counts as communication, not as
@@ -29,7 +31,7 @@ from fractions import Fraction
 
 from shardproof import axes
 from shardproof.checks import Needs, Outcome, Worst
-from shardproof.checks.memory import unattributed
+from shardproof.checks.memory import growth, unattributed
 from shardproof.costs import CostModel, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
 from shardproof.costs.model import JUDGED
@@ -49,9 +51,20 @@ BytesAt = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
 
 def decide(evidence: Figures) -> Outcome:
     """Compare every rank's bytes with the cost model of the claimed strategy."""
-    case, strategy = evidence.case, evidence.declaration.strategy
+    case = evidence.case
     if case.changes_members:
         return Outcome("memory", "skip", "members change: no strategy promises memory")
+    outcome = _held(evidence)
+    if outcome.status in ("pass", "skip"):
+        for record in evidence.records:
+            if problem := growth.problem(evidence, record):
+                return Outcome("memory", "fail", problem, None, outcome.figures)
+    return outcome
+
+
+def _held(evidence: Figures) -> Outcome:
+    """What ranks hold at each point, by class."""
+    strategy = evidence.declaration.strategy
     if evidence.family is not None:
         return _at_family(evidence)
     if (cost_model := evidence.cost_model()) is None:

@@ -33,7 +33,7 @@ class Adapter(Implementation):
     """A system that wraps one module and leaves the update to an optimizer of torch's form.
 
     It has ``mesh``, ``options``, ``spec`` (the optimizer as data), ``model`` (as built), ``module``
-    (what :meth:`wrap` gave) and ``optimizer``.
+    (what :meth:`wrap` gave), ``named`` (the parameters of ``model`` by then) and ``optimizer``.
     """
 
     #: What the system divides gradients by: losses are multiplied by it before their backward.
@@ -60,11 +60,13 @@ class Adapter(Implementation):
                 for name, value in state.items():
                     held[name].copy_(value)
         self.module = self.wrap(self.model)
+        # Once: between a forward and its backward a sharded module has other tensors in their place.
+        self.named = dict(self.model.named_parameters())
         self.optimizer = self.make_optimizer()
 
     def trained(self) -> dict[str, nn.Parameter]:
         """What the optimizer updates, by name."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """torch's, with a group for each of the case's; :meth:`set_rates` wants ``lr_scale``."""
@@ -140,7 +142,7 @@ class Adapter(Implementation):
     def held(self, kind: Kind) -> Iterable[tuple[str, Tensor]]:
         """Name and tensor, or ``DTensor``, of everything of ``kind``."""
         if kind == "parameters":
-            return self.model.named_parameters()
+            return self.named.items()
         if kind == "buffers":
             return self.model.named_buffers()
         named = self.trained().items()
