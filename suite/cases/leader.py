@@ -33,6 +33,7 @@ from shardproof.launch.nodes import NodeGone
 from shardproof.launch.ranks import Forked, RankHost, root_cause
 from shardproof.oracle import apart
 from shardproof.registry.declaration import BrokenContract, Declaration
+from shardproof.registry.stand_ins import needed, stand_ins
 from shardproof.verdicts import WORKING_PRECISION_ONLY
 
 #: Verdicts after which the ranks of a case may serve another.
@@ -58,7 +59,8 @@ def run_case(task: CaseTask) -> dict[str, Any]:
     task.workdir.mkdir(parents=True)
     # Faults of the judge spoil it on purpose; anything else must not reach a shared oracle.
     planted = task.case.implementation.startswith(registry.MUTANTS)
-    with apart.clean(not planted and not leaves_no_trace(task.case)):
+    walled = needed(task.case) and ":" not in task.case.workload.name
+    with apart.clean(not planted and not walled and not leaves_no_trace(task.case)):
         account, result = judge_case(task.case, task.workdir, task.oracles, task.host)
     task.host.settle(held=result.verdict in _HELD)
     return {"result": result.to_dict(), "account": account.to_dict()}
@@ -88,12 +90,14 @@ def judge_case(
     started = time.monotonic()
     account = Account(case)
     try:
-        evidence = _evidence(account, Launcher(workdir, host or Forked(), cache))
-        began = time.monotonic()
-        if evidence is not None:
-            # Every check of suite/checks/ sees the tensors here; decide_case needs only figures.
-            measure_case(evidence)
-            account.figures = evidence  # a Figures: its stored form leaves the tensors out
+        # What a user wrote is imported by another process, which answers for it.
+        with stand_ins(case, workdir):
+            evidence = _evidence(account, Launcher(workdir, host or Forked(), cache))
+            began = time.monotonic()
+            if evidence is not None:
+                # All checks see the tensors here; decide_case needs only figures.
+                measure_case(evidence)
+                account.figures = evidence  # a Figures: its stored form leaves the tensors out
         result = decide_case(account)
         if evidence is not None:
             account.whole = _failing_tensors(evidence, result)

@@ -15,9 +15,7 @@ from shardproof.cases.launcher import Launcher, Left, Work, records_of
 from shardproof.cases.rank_program import run_rank, workload_facts
 from shardproof.checks.schedule import announced
 from shardproof.contract import Implementation, Refused
-from shardproof.costs import own
 from shardproof.costs.expression import CaseFacts, facts_of
-from shardproof.costs.model import CostModel, NoCostModel
 from shardproof.costs.own import OwnCosts
 from shardproof.evidence.account import Account
 from shardproof.evidence.assembled import Beside, Evidence
@@ -26,6 +24,7 @@ from shardproof.launch.ranks import RankOutcome, root_cause
 from shardproof.oracle.kinds import Oracle, Ran, oracle_of
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import BrokenContract, Declaration
+from shardproof.registry.stand_ins import own_costs
 from shardproof.workloads import Workload
 
 #: Makes evidence of the records of a run beside the first.
@@ -165,23 +164,12 @@ class TrainingWork(Work):
 
 
 def _own_costs(system: type[Implementation], evidence: Evidence) -> OwnCosts | None:
-    """What the cost model that the class brings promises in this case, at depth ``own``.
-
-    :raises BrokenContract: it brings none, or it raised.
-    """
+    """What the cost model that the class brings promises in this case, at depth ``own``."""
     facts = evidence.model_facts
     if evidence.depth != "own" or facts is None:
         return None
-    name, cost_model = system.__name__, system.cost_model
-    if not (isinstance(cost_model, type) and issubclass(cost_model, CostModel)):
-        raise BrokenContract(f"{name}.cost_model is {cost_model!r}, no subclass of CostModel")
     skipped = [any(r.steps[step].skipped for r in evidence.records) for step in evidence.steps]
-    try:
-        return own.answers(cost_model, facts, skipped)
-    except NoCostModel:
-        return None  # it promises nothing here
-    except Exception as error:
-        raise BrokenContract(f"{name}.cost_model raised {error!r}") from error
+    return own_costs(system, facts, skipped)
 
 
 # --------------------------------------------------------------------------------- training runs

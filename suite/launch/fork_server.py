@@ -7,7 +7,8 @@ has run with two, the child hangs.  So this is a process of its own that imports
 collects, and never computes; that it has one thread is checked before it says that it is ready.
 
 The two talk in pickled messages.  Only a leader, never the fork server, unpickles the job of a
-:class:`Fork`: that imports the task's module.
+:class:`Fork`: that imports the task's module.  A leader that is kept sends a byte when its task is
+done and it has neither children nor threads; a leader for one task has no line at all.
 
 It ends, and with it everything that it started, when the parent closes the line or dies.
 """
@@ -85,10 +86,7 @@ class Preload:
 
 @dataclass(frozen=True)
 class Ready:
-    """Everything is imported, and there is one thread.
-
-    From a leader: its task is done, it has neither children nor threads, and takes another.
-    """
+    """Everything is imported, and there is one thread."""
 
 
 @dataclass(frozen=True)

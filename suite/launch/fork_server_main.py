@@ -159,11 +159,12 @@ class _Server:
     def _hear(self, leader: _Leader) -> None:
         """Report the task of a leader that is done with it and waits for the next."""
         try:
-            done = fork_server.receive(leader.line, 0.0)
-        except EOFError:  # it ends, which is reported when it has
+            # A byte, never a pickle: what a leader has loaded must not run anything here.
+            leader.line.recv_bytes(1)
+        except (EOFError, OSError):  # it ends, which is reported when it has
             self._selector.unregister(leader.line)
             return
-        if done and leader.ticket is not None:
+        if leader.ticket is not None:
             ticket, leader.ticket = leader.ticket, None
             how = 0, None, time.monotonic() - leader.began, _output(leader)
             self._send(fork_server.LeaderExit(ticket, leader.pid, *how))
@@ -279,6 +280,10 @@ def _settle_memory() -> None:
 def _do_tasks(order: fork_server.Fork, line: Connection) -> None:
     """The life of a leader: one task, or several while it may be kept."""
     cuda.hide()
+    if order.group is None:
+        line.close()  # no task follows, and this one may load others' code
+    else:
+        process_control.BARRED.append(line.close)
     largest = process_control.resident_bytes(os.getpid()) + MOST_GROWTH
     for done in range(1, MOST_TASKS + 1):
         _do_task(order)
@@ -288,7 +293,7 @@ def _do_tasks(order: fork_server.Fork, line: Connection) -> None:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        line.send(fork_server.Ready())
+        line.send_bytes(b".")
         try:
             while not (orders := fork_server.receive(line, 60.0)):
                 pass  # the fork server's death ends this process

@@ -13,7 +13,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 _SET_PDEATHSIG = 1
@@ -23,6 +23,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 #: Children of this process that are to outlive what it does now.
 STAYING: set[int] = set()
+#: Called once in a child that is to run others' code: each lets go of what only its parent may use.
+BARRED: list[Callable[[], object]] = []
 
 # Loaded before any fork, so that a child need not call dlopen between fork and prctl.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,6 +45,12 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     _prctl(_SET_PDEATHSIG, ctypes.c_ulong(signum))
     if os.getppid() != parent:
         os._exit(1)
+
+
+def let_go() -> None:
+    """Close lines of the parent, and forget what it alone may use (:data:`BARRED`)."""
+    while BARRED:
+        BARRED.pop()()
 
 
 def become_subreaper() -> None:

@@ -221,6 +221,7 @@ def _wait_for_peers(launch: RankLaunch) -> None:
 def prepare_process(parent: int, output: Path, stack_file: Path) -> None:
     """Tie this process to its parent, and its output to its files."""
     process_control.die_with_parent(parent)
+    process_control.let_go()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDONLY)

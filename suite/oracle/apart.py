@@ -80,6 +80,7 @@ def load_or_train(
 
 def _train_on_order(line: Connection, other: Connection, parent: int) -> None:
     process_control.die_with_parent(parent)
+    process_control.let_go()
     other.close()
     with suppress(EOFError):
         while True:

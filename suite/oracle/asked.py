@@ -29,6 +29,8 @@ class _Asked:
     def _ask(self, answer: Callable[..., Any], *given: Any) -> Any:
         try:
             return answer(*given)
+        except BrokenContract:  # of its own process, or found there
+            raise
         except Exception as error:
             told = f"{self.system.__name__}.{self.method} raised {error!r}"
             raise BrokenContract(told) from error

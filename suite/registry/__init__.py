@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 GROUP = "shardproof.implementations"
 MUTANTS = "mutants/"
+#: Asked for a class before it is imported: what stands for it in a process that must not do so.
+STAND_INS: list[Callable[[str], type[Implementation] | None]] = []
 
 _EXPORT = re.compile(r"^IMPLEMENTATION\b", re.MULTILINE)
 _TAKES = re.compile(r'^TAKES = "(\w+)"$', re.MULTILINE)
@@ -112,13 +114,16 @@ def load(name: str) -> type[Implementation]:
         ``shardproof.contract.Implementation``.
     """
     check(name)
+    for stand_in in STAND_INS:
+        if (found := stand_in(name)) is not None:
+            return found
     if name.startswith(MUTANTS):
         return load_mutant(name).implementation
     if (module := _folder().get(name)) is None:
         path = name if ":" in name else entry_points(GROUP)[name][-1].value
         return _checked(name, _find(name, path))
-    found = _find(name, f"{module}:IMPLEMENTATION")
-    return _checked(name, _find(name, f"{module}:{found}") if isinstance(found, str) else found)
+    export = _find(name, f"{module}:IMPLEMENTATION")
+    return _checked(name, _find(name, f"{module}:{export}") if isinstance(export, str) else export)
 
 
 def load_mutant(name: str) -> Mutant:

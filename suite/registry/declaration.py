@@ -90,7 +90,7 @@ class Declaration(Capabilities, Stored):
         method = f"{system.__name__}.capabilities(options)"
         try:
             capabilities = system.capabilities(options)
-        except Refused:
+        except (Refused, BrokenContract):
             raise
         except Exception as error:
             raise BrokenContract(f"{method} raised {error!r}") from error
@@ -154,7 +154,8 @@ class Declaration(Capabilities, Stored):
         if reason := BACKENDS[backend].available(world) or self.lacks:
             return reason
         for name in self.packages:
-            if importlib.util.find_spec(name) is None:
+            # Of ``package.module`` the package: to look for the module would import it here.
+            if importlib.util.find_spec(name.partition(".")[0]) is None:
                 return f"the optional package {name!r} is not installed: see docs/install-extras.md"
         return ""
 

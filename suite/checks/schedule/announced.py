@@ -45,7 +45,7 @@ def claimed(
     asked = f"schedule(options, {ranks}, {size})"
     try:
         schedule = implementation.schedule(options, ranks, size)
-    except Refused:
+    except (Refused, BrokenContract):
         raise
     except Exception as error:
         raise NoSchedule(f"{asked} raised {error!r}") from error
