@@ -13,9 +13,11 @@ from shardproof.case import Case
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.held import Shared
 from shardproof.evidence.records import RankRecord
+from shardproof.files import DAMAGE
 from shardproof.launch.rank_process import Program, RankLaunch
 from shardproof.launch.ranks import RankHost, RankOutcome
 from shardproof.oracle.truth import Truth
+from shardproof.registry.declaration import BrokenContract, Declaration
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,30 @@ class Launcher:
         )
 
 
-def records_of(outcomes: Sequence[RankOutcome]) -> list[RankRecord]:
-    """The records that the ranks left."""
-    files = (outcome.record for outcome in outcomes)
-    records = [RankRecord.from_dict(tensor_bytes.load(f)) for f in files if f is not None]
+def records_of(outcomes: Sequence[RankOutcome], declaration: Declaration) -> list[RankRecord]:
+    """The records that the ranks left, held to the ``declaration`` that was heard before the run.
+
+    :raises BrokenContract: a rank, in which the system's code runs, left no such thing.
+    """
+    records = [_read(outcome.record, outcome.rank) for outcome in outcomes if outcome.record]
+    for record in records:
+        record.declaration = declaration
     equal: Shared = {}
     for record in records:
         for held in record.held():
             held.share(equal)
     return records
+
+
+def _read(file: Path, rank: int) -> RankRecord:
+    try:
+        record = RankRecord.from_dict(tensor_bytes.load(file))
+        if record.rank != rank:
+            raise ValueError(f"it is that of rank {record.rank}")
+    except (*DAMAGE, FileNotFoundError) as error:
+        why = f"left a record that cannot be read: {error}"
+        raise BrokenContract(f"rank {rank} {why}") from error
+    return record
 
 
 @dataclass

@@ -142,7 +142,9 @@ class TrainingWork(Work):
     def run(self, case: Case, launcher: Launcher) -> Left:
         """One leg."""
         outcomes = train(launcher, case, self.workload, self.declaration)
-        return Left(outcomes, [records_of(outcomes)] if root_cause(outcomes) is None else [])
+        if root_cause(outcomes) is not None:
+            return Left(outcomes)
+        return Left(outcomes, [records_of(outcomes, self.declaration)])
 
     def train_oracle(self, left: Left, cache: Path) -> Truth:
         """From what the ranks report, where that matters; empty where tensors have no values."""
@@ -208,7 +210,7 @@ def beside(
         # Where the case works is another place in every run.
         message = cause.message.replace(f"{launcher.workdir}/", "")
         return Beside(problem=f"in {what} rank {cause.rank} {how}: {message}"), outcomes
-    return Beside(collect(case, workload, records_of(outcomes))), outcomes
+    return Beside(collect(case, workload, records_of(outcomes, declaration))), outcomes
 
 
 def without_oracle(base: Evidence) -> Collect:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardproof.backends.errors import CollectiveMismatch, CommError, Deadlock, RankFailed
 from shardproof.errors import bounded, said
-from shardproof.files import write_whole
+from shardproof.files import DAMAGE, Stored, from_others, write_whole
 from shardproof.launch import frames
 
 Status = Literal["ok", "raised", "exited", "killed", "hung", "over budget", "early"]
@@ -40,7 +40,7 @@ _MISMATCH = re.compile(r"mismatch between collectives|data size doesn't match", 
 
 
 @dataclass(frozen=True)
-class RankOutcome:
+class RankOutcome(Stored):
     """How one rank ended.
 
     ``status``: ``ok``; ``raised`` a Python exception; ``exited`` by ``sys.exit`` or ``os._exit``;
@@ -90,8 +90,12 @@ class RankOutcome:
         """The outcome that :meth:`store` wrote.
 
         :raises OSError: there is none.
+        :raises ValueError: it is no outcome.
         """
-        return cls(**json.loads(file.read_text()))
+        try:
+            return from_others(cls, json.loads(file.read_text()))
+        except DAMAGE as error:
+            raise ValueError(f"no outcome of a rank: {error}") from error
 
     def sentence(self) -> str:
         """One line: ``rank 2 raised ValueError: ...``."""

@@ -151,9 +151,7 @@ class StandIn(Implementation):
         forms = {field.name: type(field.default) for field in dataclasses.fields(Capabilities)}
         if told.keys() != forms.keys():
             raise BrokenContract(f"{cls.__name__} declares {', '.join(sorted(told))!r:.200}")
-        return Capabilities(
-            **{n: tuple(v) if isinstance(v, list) else v for n, v in told.items()}
-        )
+        return Capabilities(**{n: tuple(v) if isinstance(v, list) else v for n, v in told.items()})
 
     @classmethod
     def role(cls, rank: int, world: int, options: Options) -> str:

@@ -104,4 +104,5 @@ class UntrainedKind(Kind):
         if isinstance(legs, str):
             account.cannot_fit = legs
             return None
-        return Legs(account.case, legs)
+        assert account.declaration is not None
+        return Legs(account.case, account.declaration, legs)

@@ -44,6 +44,7 @@ class Legs(Work):
     """Legs of a run, one after the other; the ranks of each get what the leg before left."""
 
     case: Case
+    declaration: Declaration
     legs: Sequence[Leg]
 
     def run(self, case: Case, launcher: Launcher) -> Left:
@@ -55,7 +56,7 @@ class Legs(Work):
             left.outcomes = launcher.launch(case, program(before), name, world)
             if root_cause(left.outcomes) is not None:
                 return Left(left.outcomes)
-            left.legs.append(records_of(left.outcomes))
+            left.legs.append(records_of(left.outcomes, self.declaration))
         return left
 
     def train_oracle(self, left: Left, cache: Path) -> Truth:

@@ -103,6 +103,8 @@ def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:
 def _outcome(folder: Path, rank: int, began: bool) -> RankOutcome:
     try:
         outcome = RankOutcome.stored(folder / f"rank{rank}.end")
+        if outcome.rank != rank:
+            raise ValueError("another rank's")
     except (OSError, *DAMAGE):
         return _silent(folder, rank, began)
     path = folder / f"rank{rank}.rec"
