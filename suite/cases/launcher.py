@@ -13,7 +13,7 @@ from shardproof.case import Case
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.held import Shared
 from shardproof.evidence.records import RankRecord
-from shardproof.files import DAMAGE
+from shardproof.files import DAMAGE, open_input
 from shardproof.launch.rank_process import Program, RankLaunch
 from shardproof.launch.ranks import RankHost, RankOutcome
 from shardproof.oracle.truth import Truth
@@ -77,6 +77,7 @@ def records_of(outcomes: Sequence[RankOutcome], declaration: Declaration) -> lis
 
 def _read(file: Path, rank: int) -> RankRecord:
     try:
+        open_input(file).close()  # no pipe, which would never end
         record = RankRecord.from_dict(tensor_bytes.load(file))
         if record.rank != rank:
             raise ValueError(f"it is that of rank {record.rank}")

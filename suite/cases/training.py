@@ -24,7 +24,7 @@ from shardproof.launch.ranks import RankOutcome, root_cause
 from shardproof.oracle.kinds import Oracle, Ran, oracle_of
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import BrokenContract, Declaration
-from shardproof.registry.stand_ins import own_costs
+from shardproof.registry.stand_ins import import_now, own_costs
 from shardproof.workloads import Workload
 
 #: Makes evidence of the records of a run beside the first.
@@ -227,6 +227,10 @@ class RankProgram:
 
     def __call__(self, rank: int, world: int) -> dict[str, Any]:
         return run_rank(self.case, self.workload, rank).to_dict()
+
+    def prepare(self) -> None:
+        """Before ranks that are threads start."""
+        import_now(self.case)
 
     def __reduce__(self) -> tuple[Callable[[Case], RankProgram], tuple[Case]]:
         return _for_case, (self.case,)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardproof.backends.errors import CollectiveMismatch, CommError, Deadlock, RankFailed
 from shardproof.errors import bounded, said
-from shardproof.files import DAMAGE, Stored, from_others, write_whole
+from shardproof.files import DAMAGE, Stored, from_others, read_input, write_whole
 from shardproof.launch import frames
 
 Status = Literal["ok", "raised", "exited", "killed", "hung", "over budget", "early"]
@@ -93,7 +93,7 @@ class RankOutcome(Stored):
         :raises ValueError: it is no outcome.
         """
         try:
-            return from_others(cls, json.loads(file.read_text()))
+            return from_others(cls, json.loads(read_input(file)))
         except DAMAGE as error:
             raise ValueError(f"no outcome of a rank: {error}") from error
 

@@ -144,6 +144,8 @@ def run_threads(launch: RankLaunch) -> tuple[int, bool]:
     # users, and ranks would race for them. The engine's is whoever saves a tensor for backward.
     torch.set_num_threads(1)
     torch.ones((), requires_grad=True).exp()
+    # Imports of a user's belong into the main thread: some set signal handlers, and none twice.
+    getattr(launch.program, "prepare", lambda: None)()
     hub = launch.backend.hub(launch.world, launch.timeout_s)
     ends: dict[int, tuple[int, bool]] = {}
 

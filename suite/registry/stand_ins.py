@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,13 @@ def needed(case: Case) -> bool:
 
 def _named_in_options(case: Case) -> bool:
     return ":" in json.dumps((case.options, case.expect), separators=(",", "="))
+
+
+def import_now(case: Case) -> None:
+    """Import, in a process of ranks, what ``case`` names of a user's; ranks say what is wrong."""
+    if needed(case):
+        with suppress(Exception):
+            Declaration.of(registry.load(case.implementation), case.options)
 
 
 @contextmanager

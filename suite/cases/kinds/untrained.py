@@ -17,6 +17,7 @@ from shardproof.launch.process_control import cores
 from shardproof.launch.ranks import root_cause
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import Declaration
+from shardproof.registry.stand_ins import import_now
 
 if TYPE_CHECKING:
     from shardproof.cases.kinds.kind import Leg
@@ -33,6 +34,10 @@ class Program(ABC):
         record = RankRecord(rank, cores(), Declaration.of(system, self.case.options))
         self.fill(record, system, world)
         return record.to_dict()
+
+    def prepare(self) -> None:
+        """Before ranks that are threads start."""
+        import_now(self.case)
 
     @abstractmethod
     def fill(self, record: RankRecord, system: Any, world: int) -> None:
