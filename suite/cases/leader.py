@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def run_case(task: CaseTask) -> dict[str, Any]:
     # Faults of the judge spoil it on purpose; anything else must not reach a shared oracle.
     planted = task.case.implementation.startswith(registry.MUTANTS)
     walled = needed(task.case) and ":" not in task.case.workload.name
-    with apart.clean(not planted and not walled and not leaves_no_trace(task.case)):
+    needs_trainer = not planted and not walled and not leaves_no_trace(task.case)
+    with apart.clean(needs_trainer, task.workdir):
         account, result = judge_case(task.case, task.workdir, task.oracles, task.host)
     task.host.settle(held=result.verdict in _HELD)
     return {"result": result.to_dict(), "account": account.to_dict()}
@@ -91,8 +93,9 @@ def judge_case(
     account = Account(case)
     try:
         # What a user wrote is imported by another process, which answers for it.
-        with stand_ins(case, workdir):
-            evidence = _evidence(account, Launcher(workdir, host or Forked(), cache))
+        host = host or Forked()
+        with stand_ins(case, partial(host.informant, workdir)):
+            evidence = _evidence(account, Launcher(workdir, host, cache))
             began = time.monotonic()
             if evidence is not None:
                 # All checks see the tensors here; decide_case needs only figures.

@@ -28,6 +28,7 @@ from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.launch.rank_process import LAST_RESORT
 from shardproof.launch.ranks import Forked, RankHost
 from shardproof.registry import declaration, preflight
+from shardproof.registry.stand_ins import needed
 
 #: Called with each result as it ends.
 OnResult = Callable[[CaseResult], None]
@@ -100,7 +101,7 @@ class Session:
         self._pool.__enter__()
         self._pool.fork_server.preload("shardproof.cases.preloaded")
         self._oracles = self._pool.folder / "oracles"
-        self._oracles.mkdir()
+        self._oracles.mkdir(mode=0o700)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,7 +139,7 @@ class Session:
         case, nor do those that MPI leaves with messages which nobody received.
         """
         backend = BACKENDS[case.backend]
-        if self._nodes is not None and not backend.threads:
+        if self._nodes is not None and (needed(case) or not backend.threads):
             return self._nodes.host()
         if case.skip or not leaves_no_trace(case):
             return Forked()

@@ -195,15 +195,19 @@ def own_folders(scenarios: Sequence[str], impl: Sequence[str]) -> list[Path]:
 def readable(paths: Iterable[Path]) -> list[Path]:
     """These folders and files, which containers have to see.
 
-    :raises SelectionError: one of root's is for root only, as whom nothing runs in a container.
+    :raises SelectionError: the user that ranks are cannot read one.
     """
-    from shardproof.cluster.containers.cluster import OWN_USER
+    from shardproof.cluster.containers.cluster import rank_user
 
     found = sorted(paths)
     for path in found:
         kind, needed, mode = ("folder", 0o005, "rx") if path.is_dir() else ("file", 0o004, "r")
-        if os.geteuid() == 0 and path.stat().st_mode & needed != needed:
-            what = f"containers of root's run as user {OWN_USER}, who cannot read this {kind}"
-            remedy = f"`chmod o+{mode}` it, or start this as another user"
+        about = path.stat()
+        # The group of ranks is that of who started this, unless that is root.
+        of_group = os.geteuid() != 0 and about.st_gid == os.getegid()
+        allowed = about.st_mode | (about.st_mode >> 3 if of_group else 0)
+        if allowed & needed != needed:
+            what = f"ranks in containers run as user {rank_user()}, who cannot read this {kind}"
+            remedy = f"`chmod {'g' if of_group else 'o'}+{mode}` it"
             raise SelectionError(Problem(what, remedy, file=str(path)))
     return found

@@ -14,7 +14,7 @@ with the case, so that a run is judged again where the class is not at hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -51,61 +51,36 @@ def in_step(facts: ModelFacts, step: int, skipped: bool) -> ModelFacts:
     return replace(facts, step=step, skipped=skipped, clipped=facts.clipped and not skipped)
 
 
-def answers(cost_model: type[CostModel], facts: ModelFacts, skipped: Sequence[bool]) -> OwnCosts:
+def answers(
+    cost_model: Callable[[ModelFacts], CostModel], facts: ModelFacts, skipped: Sequence[bool]
+) -> OwnCosts:
     """What ``cost_model`` promises where the updates of some steps were ``skipped``."""
-    whole = cost_model(facts)
+    whole, last = cost_model(facts), len(skipped) - 1
     flows = []
     for step, is_skipped in enumerate(skipped):
         told = cost_model(in_step(facts, step, is_skipped)).flows()
         own = (OwnFlow(f.axis, f.operation, str(Fraction(f.bytes)), f.range) for f in told)
         flows.append(tuple(own))
+    # A step is observed before its update, with the state of the last one, and after it.
+    moments, updated = {(last, last)}, -1
+    for step, is_skipped in enumerate(skipped):
+        moments.add((step, updated))
+        updated = updated if is_skipped else step
+        moments.add((step, updated))
     ranks = range(facts.world)
     return OwnCosts(
-        source=cost_model.source,
+        source=whole.source,
         flows=tuple(flows),
         resident={
             f"{rank}/{step}/{updated}": dict(whole.resident(rank, step, updated))
             for rank in ranks
-            for step, updated in _moments(skipped)
+            for step, updated in sorted(moments)
         },
         local={
             str(rank): {kind: dict(held) for kind, held in vars(whole.local(rank)).items()}
             for rank in ranks
         },
     )
-
-
-def _moments(skipped: Sequence[bool]) -> list[tuple[int, int]]:
-    """A step is observed before its update, with the state of the last one, and after it."""
-    last, updated = len(skipped) - 1, -1
-    moments = {(last, last)}
-    for step, is_skipped in enumerate(skipped):
-        moments.add((step, updated))
-        updated = updated if is_skipped else step
-        moments.add((step, updated))
-    return sorted(moments)
-
-
-def whole(told: OwnCosts | None, facts: ModelFacts, skipped: Sequence[bool]) -> OwnCosts | None:
-    """``told``, which another process answered, if it has all that :func:`answers` gives.
-
-    :raises ValueError: it lacks something.
-    """
-    if told is None:
-        return None
-    ranks = range(facts.world)
-    moments = {f"{rank}/{step}/{updated}" for rank in ranks for step, updated in _moments(skipped)}
-    kinds = vars(Local()).keys()
-    if (
-        len(told.flows) != len(skipped)
-        or told.resident.keys() != moments
-        or told.local.keys() != {*map(str, ranks)}
-        or any(held.keys() != kinds for held in told.local.values())
-    ):
-        raise ValueError("it answered for other ranks or steps")
-    for flow in (flow for step in told.flows for flow in step):
-        Fraction(flow.bytes)
-    return told
 
 
 class Answered(CostModel):

@@ -20,10 +20,11 @@ import stat
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from shardproof import tensor_bytes
 from shardproof.errors import bounded
@@ -61,14 +62,7 @@ class Informant:
 
     def __enter__(self) -> Self:
         self._folder = Path(tempfile.mkdtemp(prefix="informant-", dir=self._workdir))
-        self._line, theirs = Pipe()
-        parent = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._line.close()
-            _serve(theirs, self._folder, parent)
-        theirs.close()
-        process_control.STAYING.add(self._pid)
+        self._line, self._pid = self.start(self._folder)
         process_control.BARRED.append(self._line.close)
         return self
 
@@ -118,11 +112,37 @@ class Informant:
         """Kill and collect the process, and note how it ended."""
         if self._ended:
             return
-        process_control.kill(self._pid)  # no matter where it is ending already
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        process_control.STAYING.discard(self._pid)
-        by = f"exit code {code}" if code >= 0 else process_control.signal_name(-code)
-        self._ended = f"{how} ({by})"
+        self._ended = f"{how}{self.collect(self._pid)}"
+
+    # Where the process is, and who ends it.
+
+    def start(self, folder: Path) -> tuple[Connection, int]:
+        """Start it; the line to it, and its number."""
+        ours, theirs = Pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                process_control.die_with_parent(parent)
+                process_control.let_go()
+                ours.close()
+                serve(theirs, folder)
+                code = 0
+            except BaseException:  # noqa: BLE001 - last stop before the process's end
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        theirs.close()
+        process_control.STAYING.add(pid)
+        return ours, pid
+
+    def collect(self, pid: int) -> str:
+        """Kill and collect it; how it ended, in brackets."""
+        process_control.kill(pid)  # no matter where it is ending already
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        process_control.STAYING.discard(pid)
+        return f" (exit code {code})" if code >= 0 else f" ({process_control.signal_name(-code)})"
 
 
 def _read(path: Path) -> Any:
@@ -148,27 +168,18 @@ def _read(path: Path) -> Any:
 # ------------------------------------------------------------------------------------- the process
 
 
-def _serve(line: Connection, folder: Path, parent: int) -> NoReturn:
-    code = 1
-    try:
-        process_control.die_with_parent(parent)
-        process_control.let_go()
-        gc.enable()
+def serve(line: Connection, folder: Path) -> None:
+    """Answer what ``line`` asks for, until it closes."""
+    gc.enable()
+    with suppress(EOFError):
         while True:
             number = int(line.recv_bytes(16))
-            asked = tensor_bytes.load(folder / f"question{number}")
-            answer = _answer(asked)
+            answer = _answer(tensor_bytes.load(folder / f"question{number}"))
             try:
                 tensor_bytes.dump(folder / f"answer{number}", answer)
             except (TypeError, ValueError) as error:  # the user's own, which nothing can pack
                 tensor_bytes.dump(folder / f"answer{number}", _raised(error))
             line.send_bytes(b".")
-    except EOFError:
-        code = 0
-    except BaseException:  # noqa: BLE001 - last stop before the process's end
-        traceback.print_exc()
-    finally:
-        os._exit(code)
 
 
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:

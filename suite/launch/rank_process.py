@@ -241,7 +241,7 @@ def prepare_process(parent: int, output: Path, stack_file: Path) -> None:
 
 def print_to(path: Path) -> None:
     """Append what this process prints to the file."""
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)

@@ -21,14 +21,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection
+from pathlib import Path
 
 from shardproof.backends import heartbeat
 from shardproof.launch import autopsy, process_control, stacks
 from shardproof.launch.diagnosis import OVERDUE, Lost, RankProcess, diagnose
+from shardproof.launch.informant import Informant
 from shardproof.launch.mpi.mpirun import Mpirun
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.rank_process import RankLaunch, run_process
@@ -60,6 +63,10 @@ class RankHost(ABC):
 
         Whatever a rank does, this returns, and leaves no process but those that the host keeps.
         """
+
+    def informant(self, workdir: Path, seconds: float) -> Informant:
+        """What imports a user's code and answers for it, as far from the judge as ranks are."""
+        return Informant(workdir, seconds)
 
     def settle(self, held: bool) -> None:
         """End the ranks that were kept for other cases, unless this case ``held``."""
@@ -95,6 +102,10 @@ class ProcessHost(RankHost):
         ``at_end``: all have ended; waits until it is known whether nodes have, too.
         """
         return {}
+
+    def signal(self, pid: int, signum: int) -> bool:
+        """Send ``signum`` to the process of ranks; whether there was one."""
+        return process_control.kill(pid, signum)
 
     @abstractmethod
     def close(self, alive: Sequence[RankProcess]) -> None:
@@ -290,8 +301,9 @@ class Supervisor:
                 unended = (rank for rank in process.ranks if not self._launch.end(rank).exists())
                 process.spent = self._watchdog.spent
                 process.hung = {rank: heartbeats[rank] for rank in unended}
-            stacks.ask({p.pid: self._launch.stacks(p.ranks[0]) for p in doomed})
+            files = {p.pid: self._launch.stacks(p.ranks[0]) for p in doomed}
+            stacks.ask(files, self._host.signal)
         for process in doomed:
-            process_control.kill(process.pid)
+            self._host.signal(process.pid, signal.SIGKILL)
         if reason not in ("grace", "standstill", "desync"):
             self._failed()

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def arm(path: Path) -> int:
 
 def register(path: Path) -> int:
     """Make this process write its stacks to ``path`` when asked to; see :func:`arm`."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     faulthandler.register(DUMP_SIGNAL, descriptor, all_threads=True, chain=False)
     return descriptor
 
@@ -112,7 +112,11 @@ def register(path: Path) -> int:
 _open: dict[tuple[int, int | None], frozenset[int]] = {}
 
 
-def ask(pids: dict[int, Path], within_s: float = 2.0) -> None:
+def ask(
+    pids: dict[int, Path],
+    send: Callable[[int, int], bool] = process_control.kill,
+    within_s: float = 2.0,
+) -> None:
     """Make the processes write their stacks; returns when they have, or when time is up.
 
     One that has no file, or no handler of the signal, which would end it, is not asked.  The
@@ -126,7 +130,7 @@ def ask(pids: dict[int, Path], within_s: float = 2.0) -> None:
             before is not None
             and process_control.state_of(pid) not in ("T", "Z", "")
             and process_control.catches(pid, DUMP_SIGNAL)
-            and process_control.kill(pid, DUMP_SIGNAL)
+            and send(pid, DUMP_SIGNAL)
         ):
             free = frozenset(thread for thread, is_blocked in blocks.items() if not is_blocked)
             waiting[key] = before, _open.setdefault(key, free)

@@ -10,29 +10,31 @@ them.  A leader forks ranks before and after its oracle: it lets a child train i
 
 from __future__ import annotations
 
-import json
+import math
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from shardproof import tensor_bytes
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.contract import BatchRule, BufferRule
 from shardproof.launch import process_control
+from shardproof.launch.informant import Informant, NoAnswer, Raised
 from shardproof.oracle import training
 from shardproof.oracle.truth import Truth
 
-#: The line to the trainer of this process; none: it trains its oracles itself.
-_trainers: list[Connection] = []
+#: What trains the shared oracles of this process; none: it trains them itself.
+_trainers: list[Informant] = []
 
 
 @contextmanager
-def clean(needed: bool) -> Iterator[None]:
+def clean(needed: bool, workdir: Path) -> Iterator[None]:
     """Inside, shared oracles are trained by a process that is forked here, if ``needed``.
 
     Enter it before the first import of a user's module.
@@ -40,21 +42,12 @@ def clean(needed: bool) -> Iterator[None]:
     if not needed:
         yield
         return
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_train_on_order, args=(theirs, ours, os.getpid()), daemon=True)
-    child.start()
-    theirs.close()
-    assert child.pid is not None
-    process_control.STAYING.add(child.pid)
-    _trainers.append(ours)
-    try:
-        yield
-    finally:
-        _trainers.remove(ours)
-        ours.close()
-        child.join()
-        process_control.STAYING.discard(child.pid)
+    with Informant(workdir, math.inf) as trainer:
+        _trainers.append(trainer)
+        try:
+            yield
+        finally:
+            _trainers.remove(trainer)
 
 
 def load_or_train(
@@ -66,34 +59,18 @@ def load_or_train(
     """
     if not _trainers:
         return training.load_or_train(case, buffers_rule, cache, batch_rule)
-    line = _trainers[-1]
-    order = {"case": case.to_dict(), "rules": [buffers_rule, batch_rule], "cache": str(cache)}
     try:
-        line.send_bytes(json.dumps(order).encode())
-        answer = json.loads(line.recv_bytes())
-    except (EOFError, OSError):
-        raise RuntimeError("the process that trains the oracle has ended") from None
-    if answer["error"]:
-        raise RuntimeError(f"the oracle could not be trained: {answer['error']}")
-    return Truth.from_dict(tensor_bytes.load(Path(answer["file"])))
+        file = _trainers[-1].do(shared, case.to_dict(), buffers_rule, str(cache), batch_rule)
+    except (NoAnswer, Raised) as error:
+        raise RuntimeError(f"the oracle could not be trained: {error!r}") from None
+    return Truth.from_dict(tensor_bytes.load(Path(file)))
 
 
-def _train_on_order(line: Connection, other: Connection, parent: int) -> None:
-    process_control.die_with_parent(parent)
-    process_control.let_go()
-    other.close()
-    with suppress(EOFError):
-        while True:
-            order = json.loads(line.recv_bytes())
-            answer = {"file": "", "error": ""}
-            try:
-                buffers_rule, batch_rule = order["rules"]
-                given = Case.from_dict(order["case"]), buffers_rule, Path(order["cache"])
-                training.load_or_train(*given, batch_rule)
-                answer["file"] = str(training.cached(*given, batch_rule))
-            except Exception as error:  # noqa: BLE001 - raised again where the answer is awaited
-                answer["error"] = repr(error)
-            line.send_bytes(json.dumps(answer).encode())
+def shared(case: Mapping[str, Any], buffers: BufferRule, cache: str, batch: BatchRule) -> str:
+    """In the trainer: the file of the oracle, trained if it is not there."""
+    given = Case.from_dict(case), buffers, Path(cache)
+    training.load_or_train(*given, batch)
+    return str(training.cached(*given, batch))
 
 
 def trained(case: Case, train: Callable[[], Truth]) -> Truth:

@@ -17,7 +17,11 @@ from shardproof.case import Case
 from shardproof.contract import Options, Refused
 from shardproof.costs import cost_model_class
 from shardproof.errors import InputError, Problem, SelectionError, shorten
+from shardproof.files import from_others
+from shardproof.launch.informant import NoAnswer, Raised
+from shardproof.launch.nodes import Nodes
 from shardproof.launch.pool import Pool, TaskEnd
+from shardproof.launch.workspace import Workspace
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.workloads.own import FOUND
 
@@ -33,11 +37,26 @@ Loaded = tuple[str, str, str, list[str], list[str]]
 
 
 def _ask(task: Callable[[P], Any], items: Mapping[str, P], pool: Pool | None) -> list[TaskEnd[P]]:
-    """How ``task`` ended for each of ``items``, in leaders of ``pool`` (``None``: a new one)."""
+    """How ``task`` ended for each of ``items``, in leaders of ``pool`` (``None``: a new one); on
+    nodes, if ranks run there.
+    """
+    if task is try_to_load and (nodes := Nodes.here()) is not None:
+        return [_on_nodes(nodes, key, item) for key, item in items.items()]
     with ExitStack() as stack:
         leaders = pool if pool is not None else stack.enter_context(Pool(1))
         timed = [(key, item, SECONDS) for key, item in items.items()]
         return list(stack.enter_context(closing(leaders.run(task, timed, by_cpu=True))))
+
+
+def _on_nodes(nodes: Nodes, key: str, asked: Any) -> TaskEnd[Any]:
+    """What :func:`try_to_load` tells where ranks run, for this process imports nothing."""
+    with Workspace() as folder, nodes.host().informant(folder, SECONDS) as informant:
+        try:
+            told = from_others(Loaded, informant.do(try_to_load, asked))
+        except (NoAnswer, Raised, TypeError) as error:
+            fault = f"implementation {key!r} cannot be imported: its process {error}"
+            told = (fault, "", "", [], [])
+    return TaskEnd(key, asked, 0, None, False, 0.0, "", told)
 
 
 def _problem(fault: str, remedy: str, file: str = "", line: int | None = None) -> Problem:

@@ -17,8 +17,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -61,13 +60,16 @@ def import_now(case: Case) -> None:
 
 
 @contextmanager
-def stand_ins(case: Case, workdir: Path) -> Iterator[None]:
-    """Inside, what ``case`` names of a user's is imported by an informant, if anything is."""
+def stand_ins(case: Case, informants: Callable[[float], Informant]) -> Iterator[None]:
+    """Inside, what ``case`` names of a user's is imported by an informant, if anything is.
+
+    ``informants``: makes one, whose answers may take so many seconds.
+    """
     if not needed(case):
         yield
         return
     every = _named_in_options(case)  # a system of the suite's imports what an option names
-    with Informant(workdir, case.deadline) as informant:
+    with informants(case.deadline) as informant:
         stand_in = cache(lambda name: _stand_in(informant, name))
 
         def asked_first(name: str) -> type[Implementation] | None:
@@ -112,7 +114,7 @@ def _stand_in(informant: Informant, path: str) -> type[Implementation]:
         why = about.broken.removeprefix(f"implementation {path!r} ")
         raise registry.BrokenImplementation(path, why)
     own = {"strategy": about.strategy, "depth": about.depth, "hands_on": about.hands_on}
-    changed = {"reconfigure": StandIn.step} if about.reconfigures else {}
+    changed = {"reconfigure": StandIn.ask} if about.reconfigures else {}
     name = about.name if about.name.isidentifier() else "(a class)"
     return type(name, (StandIn,), {"informant": informant, "path": path, **own, **changed})
 
@@ -161,40 +163,26 @@ class StandIn(Implementation):
         return Capabilities(**{n: tuple(v) if isinstance(v, list) else v for n, v in told.items()})
 
     @classmethod
-    def role(cls, rank: int, world: int, options: Options) -> str:
-        """Asked of ranks only."""
-        return cls.ask_plain(str, role, rank, world, dict(options))
-
-    @classmethod
     def schedule(cls, options: Options, ranks: int, micro_batches: int) -> Schedule | None:
         """The schedule, without the messages of objects that only it knows."""
         told = cls.ask_plain(PlainSchedule | None, schedule, dict(options), ranks, micro_batches)
         return None if told is None else Schedule.from_dict(vars(told))
 
     @classmethod
-    def emulator(cls, options: Options) -> Emulation:
+    def emulator(cls, options: Options) -> AskedEmulation:
         """Its emulator, call by call."""
-        return Emulation(cls, cls.ask_plain(int, emulator, dict(options)))
+        return AskedEmulation(cls, cls.ask_plain(int, emulator, dict(options)))
 
     @classmethod
-    def meeting(cls, options: Options) -> Meeting:
+    def meeting(cls, options: Options) -> AskedMeeting:
         """Its meeting, call by call."""
-        return Meeting(cls, cls.ask_plain(int, meeting, dict(options)))
+        return AskedMeeting(cls, cls.ask_plain(int, meeting, dict(options)))
 
     @classmethod
     def offers(cls, options: Options, backend: str, world: int) -> Any:
         """What collectives it offers."""
         form = dict[str, dict[str, tuple[str, ...]]]
         return cls.ask_plain(form, offers, dict(options), backend, world)
-
-    def setup(self, *given: Any, **named: Any) -> None:
-        """Nothing is set up in a leader."""
-
-    def step(self, *given: Any, **named: Any) -> Any:
-        """Nothing is trained in a leader."""
-
-    def local_state(self, kind: Any) -> Any:
-        """Nothing is held in a leader."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +196,7 @@ class PlainSchedule(Stored):
 
 
 @dataclass
-class Emulation:
+class AskedEmulation:
     """An emulator, each call of which is made by the informant."""
 
     system: type[StandIn]
@@ -226,7 +214,7 @@ class Emulation:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class AskedMeeting:
     """A meeting, each call of which is made by the informant."""
 
     system: type[StandIn]
@@ -255,8 +243,10 @@ def own_costs(
     name = system.__name__
     try:
         if issubclass(system, StandIn):
-            form, given = OwnCosts | None, (facts.to_dict(), [*skipped])
-            return own.whole(system.ask_plain(form, costs, *given), facts, skipped)
+            told = system.ask_plain(OwnCosts | None, costs, facts.to_dict(), [*skipped])
+            # Once more, of what it told: this raises where it lacks a rank or a step.
+            model: Any = partial(own.Answered, told=told)
+            return None if told is None else own.answers(model, facts, skipped)
         model = system.cost_model
         if not (isinstance(model, type) and issubclass(model, CostModel)):
             raise BrokenContract(f"{name}.cost_model is {model!r}, no subclass of CostModel")
@@ -292,11 +282,6 @@ def declared(path: str, options: Options) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(Capabilities)]
     plain = {name: getattr(told, name) for name in names}
     return {n: [*v] if isinstance(v, set | frozenset) else v for n, v in plain.items()}
-
-
-def role(path: str, rank: int, world: int, options: Options) -> str:
-    """Its role."""
-    return registry.load(path).role(rank, world, options)
 
 
 def schedule(path: str, options: Options, ranks: int, size: int) -> dict[str, Any] | None:

@@ -53,11 +53,14 @@ def test_containers_have_no_rights_and_one_place_to_write(tmp_path: Path) -> Non
         assert writable == ([str(tmp_path)] if part is head else [])
         assert {m["Target"] for m in options["mounts"]} >= {"/home/me/work"}
         assert not options["user"].startswith("0")
+        assert options["pids_limit"] == 4096
         assert options["environment"]["PYTHONSAFEPATH"] == "1", "a mounted checkout does not run"
     for part in nodes:
         assert part.asked[2]["pid_mode"] == part.asked[2]["ipc_mode"] == f"container:{head.id}"
         assert part.asked[2]["network"] == network.name
         assert part.asked[2]["mem_limit"] == 1 << 30
+        own, judges = part.asked[2]["user"].split(":"), head.asked[2]["user"].split(":")
+        assert own[0] != judges[0] and own[1] == judges[1], "ranks are another user than the judge"
     assert head.asked[2]["network_mode"] == "none"
 
 
@@ -170,7 +173,7 @@ def test_a_folder_that_no_container_can_read_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tmp_path.chmod(0o700)
-    with pytest.raises(SelectionError, match="user 10001, who cannot read this folder"):
+    with pytest.raises(SelectionError, match="user 10002, who cannot read this folder"):
         head.own_folders([], ["mine:Mine"])
     tmp_path.chmod(0o755)
     assert head.own_folders([], ["mine:Mine"]) == [tmp_path]

@@ -27,6 +27,7 @@ from shardproof.cluster.nodes.ranks import ClusterNodes
 from shardproof.launch.diagnosis import Lost
 from shardproof.launch.nodes import Nodes
 from shardproof.launch.workspace import Workspace
+from shardproof.registry import preflight
 
 HERE = str(Path(__file__).parents[1] / "support")
 SMALL = WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16})
@@ -85,6 +86,18 @@ def faulty(name: str, **fields: Any) -> Case:
     return case(f"faulty_ranks:{name}", {"replicate": 3}, id=name, **fields)
 
 
+#: A class that notes at each import what has started its process.
+TELLS = """
+import psutil
+from shardproof.impls.reference.ddp import ReferenceDDP
+
+with open("{file}", "a") as file:
+    print(*(word for p in psutil.Process().parents() for word in p.cmdline()), file=file)
+
+
+class Mine(ReferenceDDP):
+    pass
+"""
 CLEAN = [
     case("reference/zero3", {"shard": 4}, lane="bitwise"),
     case("pytorch/ddp", {"replicate": 3}, lane="bitwise"),
@@ -147,6 +160,31 @@ class TestAgents:
             assert told.startswith(verdict) and words in told, told
         assert {verdict for verdict, _ in found.values()} == {"pass"}, found
         assert found == run(CLEAN, None) and all(digests for _, digests in found.values())
+        nothing_stays(pids)
+
+    def test_a_users_class_is_imported_by_agents_only(
+        self,
+        agents: tuple[Nodes, list[int]],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        """Neither by a leader, nor where its options are asked for before a run."""
+        nodes, pids = agents
+        monkeypatch.syspath_prepend(HERE)
+        monkeypatch.setattr(Nodes, "here", lambda: nodes)
+        (tmp_path / "tells_its_place.py").write_text(TELLS.format(file=tmp_path / "places"))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        name = "tells_its_place:Mine"
+        assert preflight.check([name]) == {name: ["replicate"]}
+        cases = [
+            case(name, {"replicate": 2}, id=backend, backend=backend)
+            for backend in ("gloo", "in_memory")
+        ]
+        assert {verdict for verdict, _ in run(cases, nodes).values()} == {"pass"}
+        places = (tmp_path / "places").read_text().splitlines()
+        # Before the run one, one for each case, two ranks of gloo, and one for both threads.
+        assert len(places) == 1 + 2 + 2 + 1, places
+        assert all("shardproof.cluster.nodes.agent" in place for place in places), places
         nothing_stays(pids)
 
     @pytest.mark.skipif(mpi_found.problem() is not None, reason=str(mpi_found.problem()))

@@ -39,7 +39,7 @@ class _Placed:
     environment: dict[str, str]
     folder: str
     path: list[str]
-    changed: dict[str, float]
+    changed: dict[str, Any]
 
 
 def run_placed(placed: _Placed) -> object:
@@ -61,8 +61,8 @@ def run_placed(placed: _Placed) -> object:
 class KeptForkServer(ForkServer):
     """Is not ended by :meth:`close` but waits for the next, unless something in it went wrong."""
 
-    #: Constants of the suite that leaders and ranks find changed: ``module:NAME`` -> value.
-    changed: ClassVar[dict[str, float]] = {}
+    #: What of the suite leaders and ranks find changed: ``module:NAME`` -> value.
+    changed: ClassVar[dict[str, Any]] = {}
     _kept: ClassVar[list[KeptForkServer]] = []
 
     def __enter__(self) -> KeptForkServer:

@@ -43,6 +43,7 @@ class MadeEngine:
         self.executed: list[Any] = []
         self.told: list[list[str]] = []
         self.containers = SimpleNamespace(run=self._run, list=self._list("box"))
+        self.info = lambda: {"MemTotal": 8 << 30}
         self.networks = SimpleNamespace(create=self._create, list=self._list("network"))
         self.probed = {"memory": b"1073741824"}  # what is measured in nodes, by word
         self.api = SimpleNamespace(

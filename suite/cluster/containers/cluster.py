@@ -40,8 +40,11 @@ MADE_BY = f"{LABEL}.by"
 LEFT_OVER = "left over"
 #: Names of clusters, by :func:`name_of_a_run`.
 _OF_A_RUN = re.compile(rf"{LABEL}-\d+-\d+")
-#: Who the processes in containers are where the user is root.
-OWN_USER = 10001
+#: Who the processes of the head are where the user is root, and those of nodes always: a class
+#: under test runs as the latter, and can neither end the judge nor write where that writes.
+OWN_USER, RANK_USER = 10001, 10002
+#: Processes and threads of a container, and a node's share of the machine's memory, at most.
+_MOST_PROCESSES, _MEMORY_SHARE = 4096, 0.75
 _SHARED_MEMORY = "2g"
 #: This machine has no address in the network of nodes: they reach nothing that listens here.
 NO_HOST = {"com.docker.network.bridge.inhibit_ipv4": "true"}
@@ -209,7 +212,7 @@ def _head(engine: Any, cluster: Cluster) -> Any:
         ipc_mode="shareable",
         shm_size=_SHARED_MEMORY,
         **cluster.gpus.requested(*range(cluster.nodes)),
-        **_common(cluster, {}, (cluster.results,)),
+        **_common(cluster, user(), {}, (cluster.results,)),
     )
 
 
@@ -217,7 +220,7 @@ def _start_nodes(engine: Any, cluster: Cluster, head: Any) -> list[Any]:
     network = engine.networks.create(
         cluster.name, internal=True, options=NO_HOST, labels=_labels(cluster)
     )
-    nodes = []
+    nodes, memory = [], int(engine.info()["MemTotal"] * _MEMORY_SHARE)
     for node, own in enumerate(cluster.node_caps):
         agent = ["python3", "-m", "shardproof.cluster.nodes.agent", str(FOLDER), str(node)]
         started = engine.containers.run(
@@ -228,9 +231,9 @@ def _start_nodes(engine: Any, cluster: Cluster, head: Any) -> list[Any]:
             network=network.name,
             pid_mode=f"container:{head.id}",
             ipc_mode=f"container:{head.id}",
-            **own.limits,
+            **{"mem_limit": memory, "memswap_limit": memory, **own.limits},
             **cluster.gpus.requested(node),
-            **_common(cluster, {"GLOO_SOCKET_IFNAME": INTERFACE, NODE: str(node)}),
+            **_common(cluster, rank_user(), {"GLOO_SOCKET_IFNAME": INTERFACE, NODE: str(node)}),
         )
         if (rate := own.bits_per_second) is not None:
             _in_network(engine, cluster)(started, "shape", rate // 8)
@@ -243,7 +246,7 @@ def _labels(cluster: Cluster) -> dict[str, str]:
 
 
 def _common(
-    cluster: Cluster, environment: Mapping[str, str], written: Sequence[Path] = ()
+    cluster: Cluster, user: int, environment: Mapping[str, str], written: Sequence[Path] = ()
 ) -> dict[str, Any]:
     from docker.types import Mount
 
@@ -251,7 +254,8 @@ def _common(
     return {
         "detach": True,
         "labels": _labels(cluster),
-        "user": f"{_user()}:{os.getegid() if os.geteuid() else OWN_USER}",
+        "user": f"{user}:{os.getegid() if os.geteuid() else OWN_USER}",
+        "pids_limit": _MOST_PROCESSES,
         "read_only": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
@@ -277,14 +281,20 @@ def _common(
     }
 
 
-def _user() -> int:
+def user() -> int:
+    """Who judges, in the head."""
     return os.geteuid() or OWN_USER
+
+
+def rank_user() -> int:
+    """Who the ranks are, on nodes."""
+    return RANK_USER if user() != RANK_USER else RANK_USER + 1
 
 
 @contextlib.contextmanager
 def _lent(results: Path) -> Iterator[None]:
     """Give the folder to who writes it, where that is another than the caller; take it back."""
-    give(results, _user())
+    give(results, user())
     try:
         yield
     finally:

@@ -51,7 +51,7 @@ class NodeFaults:
     def served(self) -> Iterator[None]:
         """Inside, ranks and leaders can ask."""
         pipe = str(FOLDER / PIPE)
-        script = 'mkdir -p "$(dirname "$0")"; mkfifo "$0"; echo; exec cat <> "$0"'
+        script = 'mkdir -p "$(dirname "$0")"; mkfifo -m 666 "$0"; echo; exec cat <> "$0"'
         asked = self._engine.api.exec_create(self._head.id, ["sh", "-c", script, pipe])["Id"]
         parts = self._engine.api.exec_start(asked, stream=True)
         next(parts)  # the pipe is there
@@ -137,7 +137,8 @@ class NodeFaults:
             return lambda: None  # it has a cap
         used = self._nodes[node].stats(stream=False)["memory_stats"]["usage"]
         self._cap(node, used + _ROOM)
-        return lambda: self._cap(node, self._engine.info()["MemTotal"])
+        limit = self._nodes[node].attrs.get("HostConfig", {}).get("Memory")
+        return lambda: self._cap(node, limit or self._engine.info()["MemTotal"])
 
     def _cap(self, node: int, size: int) -> None:
         self._nodes[node].update(mem_limit=size, memswap_limit=size)

@@ -2,8 +2,8 @@
 
 ``python -m shardproof.cluster.nodes.agent FOLDER NODE [MODULE...]`` imports the modules once in a
 fork server and opens its door, a socket in ``FOLDER``.  An order starts a keeper of ranks
-(``keeper.py``) or a daemon of MPI (``daemon.py``), and ends with the connection on
-which it came.  There, too, the agent answers how its node is (``condition.py``).
+(``keeper.py``), an informant (``informants.py``) or a daemon of MPI (``daemon.py``), and ends with
+the connection on which it came.  There, too, the agent answers how its node is (``condition.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BACKLOG = 256
 
 @dataclass
 class _Order:
-    """What has been ordered: a keeper, ``ticket`` being its own, or a daemon."""
+    """What has been ordered: a keeper or informant, ``ticket`` being its own, or a daemon."""
 
     connection: socket.socket
     ticket: int = 0
@@ -76,7 +76,7 @@ class Agent:
         if outputs:
             self._start_daemon(order, message, outputs)
         elif message and message != QUESTION:
-            order.ticket = self._fork_server.submit(keep, pickle.loads(message))
+            order.ticket = self._fork_server.submit(*pickle.loads(message))
         elif message == QUESTION:
             cut_off = self._had_a_network and not routes()
             with contextlib.suppress(OSError):  # the leader has gone: seen at the next read
@@ -116,6 +116,7 @@ def main(arguments: Sequence[str]) -> None:
     """Serve as the agent of node ``arguments[1]``."""
     folder, node, *modules = arguments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    os.umask(0)  # the leader is another user, and removes what ranks leave
     Path(folder).mkdir(exist_ok=True)
     with (
         ForkServer([keep.__module__, *modules]) as fork_server,

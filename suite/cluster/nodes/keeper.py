@@ -2,8 +2,9 @@
 
 A process of its own, forked from the agent's fork server.  It comes to the leader's socket and says
 its first rank, then the pids of its ranks (or why there are none), then ``[rank, wait status,
-whether the kernel ended it for memory]`` for each as it ends.  It ends, and all with it, when the
-leader closes that connection, and with the agent.
+whether the kernel ended it for memory]`` for each as it ends.  The leader, who is another user, has
+it send signals: ``[pid, signal]``.  It ends, and all with it, when the leader closes that
+connection, and with the agent.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from shardproof.backends import faults
 from shardproof.cluster.nodes import asking, daemon
+from shardproof.launch import process_control
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.mpi.mpirun import Mpirun, MpirunError, Spread
 from shardproof.launch.rank_process import RankLaunch
@@ -74,8 +76,9 @@ class _OfThisNode(Forked):
         self._task = task
 
     def groups(self, launch: RankLaunch) -> Iterator[tuple[int, ...]]:
-        """Those of this node, a process each."""
-        return ((rank,) for rank in self._task.ranks)
+        """Those of this node, a process each, or one for all where they are threads."""
+        ranks = self._task.ranks
+        return iter([ranks] if launch.backend.threads else [(rank,) for rank in ranks])
 
     def mpirun(self, launch: RankLaunch) -> Mpirun:
         """That of all nodes, which the first of them starts."""
@@ -111,13 +114,18 @@ def _watch(leader: socket.socket, host: Forked, alive: list[RankProcess]) -> Non
     while True:
         ready, _, _ = select.select([leader.fileno(), *host.descriptors(alive)], [], [])
         if leader.fileno() in ready:
-            return
+            try:
+                pid, signum = json.loads(leader.recv(256))
+            except (OSError, ValueError):  # it has gone
+                return
+            if any(process.pid == pid for process in alive):
+                process_control.kill(pid, signum)
         for process in [*alive]:
             if (status := host.status(process)) is None:
                 continue
             alive.remove(process)
             before, killed = killed, ended_for_memory()
-            _tell(leader, [*process.ranks, status, status == signal.SIGKILL and killed > before])
+            _tell(leader, [process.ranks[0], status, status == signal.SIGKILL and killed > before])
 
 
 def _tell(leader: socket.socket, what: object) -> None:

@@ -22,12 +22,14 @@ from shardproof.cluster.nodes import asking
 from shardproof.cluster.nodes.condition import Inquiry
 from shardproof.cluster.nodes.doors import START_SECONDS, awaited, door
 from shardproof.cluster.nodes.far import FarNodes
-from shardproof.cluster.nodes.keeper import KeeperTask, Packed
+from shardproof.cluster.nodes.informants import NodeInformant, share
+from shardproof.cluster.nodes.keeper import KeeperTask, Packed, keep
 from shardproof.launch.diagnosis import Lost, RankProcess
+from shardproof.launch.informant import Informant
 from shardproof.launch.mpi import mpirun
 from shardproof.launch.nodes import NodeGone, Nodes, facts_here
 from shardproof.launch.rank_process import RankLaunch
-from shardproof.launch.ranks import NotLent, ProcessHost
+from shardproof.launch.ranks import ProcessHost
 
 #: Seconds that keepers have to start their ranks; an ``mpirun`` may take all of its own.
 _MEET_SECONDS = mpirun.START_SECONDS + 10.0
@@ -85,9 +87,11 @@ class ClusterNodes(Nodes):
 
 
 class NodeRanks(ProcessHost):
-    """Ranks on ``nodes``, each forked by a keeper in its node; those that are threads stay here.
+    """Ranks on ``nodes``, each forked by a keeper in its node; those that are threads on the first.
 
-    An order to an agent lasts as long as its connection, so that ranks end with their leader.
+    They are another user's than this process, which neither sends them signals nor opens more to
+    them than the folder of their launch.  An order to an agent lasts as long as its connection, so
+    that ranks end with their leader.
     """
 
     def __init__(self, nodes: ClusterNodes) -> None:
@@ -98,30 +102,34 @@ class NodeRanks(ProcessHost):
     def start(self, launch: RankLaunch) -> list[RankProcess]:
         """Have the agents start them.
 
-        :raises NotLent: they are threads.
         :raises NodeGone: an agent cannot.
         """
-        if launch.backend.threads:
-            raise NotLent("ranks are threads")
-        if launch.world > self._nodes.places:
+        if launch.world > self._nodes.places and not launch.backend.threads:
             raise ValueError(f"{launch.world} ranks on {self._nodes.places} places")
         self._orders = []
         self._fault = getattr(launch.disturbances, "fault", None)
         tasks = self._tasks(launch)
         packed = replace(self._delayed(launch), program=Packed(pickle.dumps(launch.program)))
         tasks[0].launch.write_bytes(pickle.dumps(packed))
+        share(launch.workdir)
+        launch.heartbeat.chmod(0o666)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(tasks[0].leader))
+            tasks[0].leader.chmod(0o666)
             listener.listen(len(tasks))
             for node, task in enumerate(tasks):
                 self._orders.append(_Order(node, task))
             self._meet(listener)
+        if launch.backend.threads:
+            return [RankProcess(pid, tuple(launch.ranks)) for pid in self._orders[0].pids.values()]
         pids = {rank: pid for order in self._orders for rank, pid in order.pids.items()}
         return [RankProcess(pids[rank], (rank,)) for rank in sorted(pids)]
 
     def _tasks(self, launch: RankLaunch) -> list[KeeperTask]:
         nodes, world = self._nodes, launch.world
         placed = [ranks for node in range(nodes.count) if (ranks := nodes.ranks_of(node, world))]
+        if launch.backend.threads:
+            placed = [tuple(launch.ranks)]
         names = [door(nodes.folder, node).name for node in range(len(placed))]
         over_mpi = launch.backend.mpirun and len(placed) > 1
         spread = dict(zip(names, map(len, placed), strict=True)) if over_mpi else {}
@@ -153,7 +161,7 @@ class NodeRanks(ProcessHost):
             if isinstance(told, str):
                 gone = ", ".join(map(str, order.task.ranks))
                 raise NodeGone(f"the keeper of ranks {gone} is gone: {told}")
-            order.pids = dict(zip(order.task.ranks, told, strict=True))
+            order.pids = dict(zip(order.task.ranks, told, strict=False))  # one for all threads
 
     def _await(self, connection: socket.socket, deadline: float) -> None:
         """Return once there is something to read.
@@ -172,10 +180,21 @@ class NodeRanks(ProcessHost):
 
     def status(self, process: RankProcess) -> int | None:
         """The wait status of a process that has ended; all do with their keeper."""
-        (rank,) = process.ranks
+        rank = process.ranks[0]
         order = next(order for order in self._orders if rank in order.pids)
         order.hear()
         return order.statuses.get(rank, signal.SIGKILL if order.is_gone else None)
+
+    def signal(self, pid: int, signum: int) -> bool:
+        """Have its keeper send it."""
+        order = next(order for order in self._orders if pid in order.pids.values())
+        with contextlib.suppress(OSError):  # it has gone, and the process with it
+            return order.keeper.send(json.dumps([pid, signum]).encode(), socket.MSG_DONTWAIT) > 0
+        return False
+
+    def informant(self, workdir: Path, seconds: float) -> Informant:
+        """One on the first node."""
+        return NodeInformant(door(self._nodes.folder, 0), workdir, seconds)
 
     def lost(self, at_end: bool = False) -> dict[int, Lost]:
         """The nodes that have ended, are paused or are cut off, by rank.
@@ -242,7 +261,7 @@ class _Order:
         self._agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._agent.connect(str(task.doors / task.node))
-            self._agent.send(pickle.dumps(task))
+            self._agent.send(pickle.dumps((keep, task)))
         except OSError:
             self.close()
             raise NodeGone(str(Lost(node, task.ranks, "ended"))) from None
