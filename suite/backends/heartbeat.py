@@ -225,9 +225,14 @@ _process: Writer | None = None
 _thread = threading.local()
 
 
+#: Bytes of the files that this process has made: ranks may cut them, or make them longer.
+_sizes: dict[Path, int] = {}
+
+
 def create(path: Path, world: int) -> None:
     """Make the file, before the ranks are forked."""
     path.write_bytes(bytes(world * _SLOT))
+    _sizes[path] = world * _SLOT
 
 
 def attach(path: Path, rank: int, thread: bool) -> Writer:
@@ -271,7 +276,9 @@ def peers() -> list[Heartbeat]:
 
 def read(path: Path) -> list[Heartbeat]:
     """All slots, as they are now.  A note written at this very moment may read torn."""
-    return _slots(path.read_bytes())
+    size = _sizes.get(path, -1)
+    with path.open("rb") as file:
+        return _slots(file.read(size).ljust(size, b"\0"))
 
 
 def _slots(data: bytes) -> list[Heartbeat]:

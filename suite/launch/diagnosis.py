@@ -258,7 +258,7 @@ class _Dead:
         return text + (f": {printed[1]}" if printed else "")
 
     def _tail(self, path: Path) -> str:
-        if not path.exists():
+        if not path.is_file():  # a pipe would never end
             return ""
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL))

@@ -158,7 +158,7 @@ def size(path: Path) -> int | None:
 
 def read(path: Path) -> tuple[dict[int, ThreadStack], int | None]:
     """Stacks by thread identity, and the thread that a fatal error struck."""
-    if not path.exists():
+    if not path.is_file():
         return {}, None
     stacks: dict[int, list[Frame]] = {}
     fatal, culprit, thread = False, None, None

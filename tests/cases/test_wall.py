@@ -209,8 +209,8 @@ FORGERIES = {
     ),
     "other_record": (
         "kept = tensor_bytes.dump; tensor_bytes.dump = lambda path, record: "
-        "kept(path, {**record, 'rank': 1 - record['rank']})",
-        "left a record that cannot be read: it is that of rank",
+        "kept(path, {**record, 'rank': 7})",
+        "left a record that cannot be read: it is that of rank 7",
     ),
 }
 
@@ -224,6 +224,27 @@ def test_what_a_rank_leaves_is_read_as_a_strangers(
         assert results[name].verdict == "fail", (name, results[name].verdict, results[name].reason)
         assert says in results[name].reason, results[name].reason
     assert results["ours"].verdict == "pass"
+
+
+CUTS = """
+import os
+from shardproof.impls.reference.ddp import ReferenceDDP
+
+
+class Mine(ReferenceDDP):
+    def close(self):
+        super().close()
+        maps = [line.split() for line in open("/proc/self/maps")]
+        os.truncate(next(words[-1] for words in maps if words[-1].endswith("/heartbeat")), 0)
+"""
+
+
+def test_a_rank_that_cuts_the_heartbeat_ends_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = judged(tmp_path, monkeypatch, cuts=CUTS)
+    assert verdicts(results) == {"cuts": "crash", "ours": "pass"}, results["cuts"].reason
+    assert "SIGBUS" in results["cuts"].reason
 
 
 LINES = """

@@ -173,8 +173,7 @@ class TestAgents:
         monkeypatch.syspath_prepend(HERE)
         monkeypatch.setattr(Nodes, "here", lambda: nodes)
         (tmp_path / "tells_its_place.py").write_text(TELLS.format(file=tmp_path / "places"))
-        monkeypatch.syspath_prepend(str(tmp_path))
-        name = "tells_its_place:Mine"
+        name = f"{tmp_path / 'tells_its_place.py'}:Mine"
         assert preflight.check([name]) == {name: ["replicate"]}
         cases = [
             case(name, {"replicate": 2}, id=backend, backend=backend)
