@@ -81,8 +81,9 @@ class Informant:
         if self._ended:
             raise NoAnswer(self._ended)
         number = next(self._numbers)
-        question = {"of": function.__module__, "name": function.__qualname__, "given": given}
-        tensor_bytes.dump(self._folder / f"question{number}", question)
+        question = self._folder / f"question{number}"
+        asked = {"of": function.__module__, "name": function.__qualname__, "given": given}
+        tensor_bytes.dump(question, asked)
         try:
             self._line.send_bytes(b"%d" % number)
             self._wait()
@@ -90,6 +91,7 @@ class Informant:
         except (EOFError, OSError):
             self._end("ended its process")
             raise NoAnswer(self._ended) from None
+        question.unlink(missing_ok=True)
         return _read(self._folder / f"answer{number}")
 
     def _wait(self) -> None:

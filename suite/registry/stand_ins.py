@@ -37,6 +37,7 @@ from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
 
 Tensors = dict[str, Tensor]
+_SEVERAL = (tuple, frozenset)
 #: What a class may raise to say something, by name; anything else it raised is :class:`Raised`.
 _SAID = {kind.__name__: kind for kind in (Refused, BrokenContract, NoCostModel)}
 
@@ -160,7 +161,9 @@ class StandIn(Implementation):
         forms = {field.name: type(field.default) for field in dataclasses.fields(Capabilities)}
         if told.keys() != forms.keys():
             raise BrokenContract(f"{cls.__name__} declares {', '.join(sorted(told))!r:.200}")
-        return Capabilities(**{n: tuple(v) if isinstance(v, list) else v for n, v in told.items()})
+        listed = {name: form for name, form in forms.items() if isinstance(told[name], list)}
+        several = {name: form(told[name]) for name, form in listed.items() if form in _SEVERAL}
+        return Capabilities(**told | several)
 
     @classmethod
     def schedule(cls, options: Options, ranks: int, micro_batches: int) -> Schedule | None:
@@ -281,7 +284,9 @@ def declared(path: str, options: Options) -> dict[str, Any]:
     told = Declaration.of(registry.load(path), options)
     names = [field.name for field in dataclasses.fields(Capabilities)]
     plain = {name: getattr(told, name) for name in names}
-    return {n: [*v] if isinstance(v, set | frozenset) else v for n, v in plain.items()}
+    mappings = {name: dict(value) for name, value in plain.items() if isinstance(value, Mapping)}
+    sets = {n: sorted(v) for n, v in plain.items() if isinstance(v, set | frozenset)}
+    return plain | mappings | sets
 
 
 def schedule(path: str, options: Options, ranks: int, size: int) -> dict[str, Any] | None:
