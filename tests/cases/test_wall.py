@@ -12,6 +12,8 @@ from made_case import made_case
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks.results import CaseResult
+from shardproof.scenarios.selection import Selection
+from shardproof.scenarios.vocabulary import installed
 
 #: A class that never reduces, and one that is sound; ``{patch}`` stands in ``capabilities``.
 NEVER = """
@@ -144,6 +146,41 @@ def test_a_patch_that_changes_its_own_numbers_fails_and_others_change_nothing(
         for name, result in results.items()
         if result.verdict not in expected[name]
     ]
+
+
+#: Systems of which a leader asks more than a declaration: emulators, meetings, schedules, offers.
+ASKED = ("async_sgd", "diloco", "local_sgd", "pipeline", "sampler", "stopping", "algorithms")
+
+
+def test_an_empty_subclass_is_judged_as_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Selection([], tier="quick", expression="in_memory").cases(installed())
+    theirs = {
+        name: next(case for case in known if case.implementation == f"reference/{name}")
+        for name in ASKED
+    }
+    theirs["lossy"] = next(
+        case
+        for case in known
+        if case.implementation == "reference/ddp" and "powersgd" in str(case.options)
+    )
+    lines = ["from shardproof import registry"]
+    for name, case in theirs.items():
+        lines += ["", f"class {name}(registry.load({case.implementation!r})):", "    pass"]
+    (tmp_path / "empty_classes.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ours = [
+        replace(case, id=name, implementation=f"empty_classes:{name}")
+        for name, case in theirs.items()
+    ]
+    results, _ = run_cases([*theirs.values(), *ours], 1, lambda result: None)
+    by_id = {result.id: result for result in results}
+    for name, case in theirs.items():
+        mine, its = by_id[name], by_id[case.id]
+        assert (mine.verdict, mine.reason) == (its.verdict, its.reason), name
+        assert its.verdict.startswith("pass"), its.reason
+        assert mine.worst_error == its.worst_error
 
 
 ENDS = """
