@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from functools import cache
@@ -37,6 +38,7 @@ _of_files: dict[Path, ModuleType] = {}
 #: In a script that was loaded by its file only so far: the line that it had come to.
 _STOPPED = "__shardproof_stopped__"
 _loading: list[str] = []
+_ONE_BY_ONE = threading.RLock()
 
 
 def at_path(path: str) -> Any:
@@ -75,7 +77,8 @@ def import_module(name: str) -> ModuleType:
     _find_local_modules()
     _loading.append(name)
     try:
-        return _load_file(Path(name)) if is_file(name) else importlib.import_module(name)
+        with _ONE_BY_ONE:  # ranks that are threads, as Python's own imports are
+            return _load_file(Path(name)) if is_file(name) else importlib.import_module(name)
     except LoadedSoFar:
         what = "calls prove() when it is imported, which ranks do"
         raise CannotImport(f"{what}: put the call under {GUARD}") from None

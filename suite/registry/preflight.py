@@ -52,7 +52,8 @@ def _on_nodes(nodes: Nodes, key: str, asked: Any) -> TaskEnd[Any]:
     """What :func:`try_to_load` tells where ranks run, for this process imports nothing."""
     with Workspace() as folder, nodes.host().informant(folder, SECONDS) as informant:
         try:
-            told = from_others(Loaded, informant.do(try_to_load, asked))
+            form: Any = Loaded
+            told = from_others(form, informant.do(try_to_load, asked))
         except (NoAnswer, Raised, TypeError) as error:
             fault = f"implementation {key!r} cannot be imported: its process {error}"
             told = (fault, "", "", [], [])

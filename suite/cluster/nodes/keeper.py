@@ -65,6 +65,10 @@ class Packed:
 
     program: bytes
 
+    def prepare(self) -> None:
+        """Before ranks that are threads start."""
+        pickle.loads(self.program).prepare()
+
     def __call__(self, rank: int, world: int) -> Any:
         faults.strike_node = asking.strike
         return pickle.loads(self.program)(rank, world)
