@@ -41,6 +41,7 @@ def _ask(task: Callable[[P], Any], items: Mapping[str, P], pool: Pool | None) ->
     nodes, if ranks run there.
     """
     if task is try_to_load and (nodes := Nodes.here()) is not None:
+        nodes.wait()
         return [_on_nodes(nodes, key, item) for key, item in items.items()]
     with ExitStack() as stack:
         leaders = pool if pool is not None else stack.enter_context(Pool(1))

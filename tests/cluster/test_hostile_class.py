@@ -68,22 +68,34 @@ class Mine(ReferenceDDP):
 """
 
 
+SCENARIO = """
+name: hostile
+about: A class that attacks its judge.
+sees: [a class that ends its judge]
+workload: {name: charnames_gpt, params: {layers: 1, width: 16}}
+matrix:
+  implementation: "hostile:Mine"
+  backend: [in_memory, gloo]
+  mesh: {replicate: 2}
+  optimizer: sgd
+  lane: fp64
+checks: [equivalence, replicas]
+steps: 2
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("backend", ["gloo", "in_memory"])
-def test_a_hostile_class_reaches_neither_the_run_folder_nor_the_judge(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_class_reaches_neither_the_run_folder_nor_the_judge(tmp_path: Path) -> None:
     real_engine()
     tmp_path.chmod(0o755)
     results = tmp_path / "run"
     (tmp_path / "hostile.py").write_text(HOSTILE % str(results).lstrip("/"))
-    (tmp_path / "hostile.py").chmod(0o644)
-    words = ["cluster", "run", "ddp-gpt", "--impl", "hostile:Mine", "--backend", backend]
-    chosen = ["--world", "2", "-k", "dropout or plain", "--tier", "quick"]
-    run = shardproof(*words, *chosen, "--results", str(results), cwd=tmp_path)
+    (tmp_path / "hostile.yaml").write_text(SCENARIO)
+    words = ("cluster", "run", "hostile.yaml", "--tier", "full", "--results", str(results))
+    run = shardproof(*words, cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     lines = (results / "cases.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
-    assert {case["verdict"] for case in found} == {"pass"}, found
+    assert [case["verdict"] for case in found] == ["pass", "pass"], found
     assert not [*results.glob("written-*")]
