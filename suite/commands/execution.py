@@ -53,8 +53,9 @@ def run_and_exit(
     """
     shard, cut = session.part, None
     sources = {case.implementation: case.source for case in cases}
-    declared = preflight.check(sources, sources=sources)
     nodes = Nodes.here()
+    options.wait_for(nodes)
+    declared = preflight.check(sources, sources=sources)
     cases = _on_nodes(_fitting(cases, declared) if fit else cases, nodes)
     cases = whole = preflight.with_found_traits(cases)
     if shard is not None:
@@ -70,7 +71,6 @@ def run_and_exit(
     if how.dry_run:
         _show_plan(schedule, "" if cases else f": {len(kept)} results are there")
         return
-    options.wait_for(nodes)
     with open_folder(session.results) as folder:
         if cut is not None and shard is not None:
             folder.cut(cut, shard, whole)
