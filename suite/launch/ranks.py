@@ -302,7 +302,7 @@ class Supervisor:
                 process.spent = self._watchdog.spent
                 process.hung = {rank: heartbeats[rank] for rank in unended}
             files = {p.pid: self._launch.stacks(p.ranks[0]) for p in doomed}
-            stacks.ask(files, self._host.signal)
+            stacks.ask(files, send=self._host.signal)
         for process in doomed:
             self._host.signal(process.pid, signal.SIGKILL)
         if reason not in ("grace", "standstill", "desync"):

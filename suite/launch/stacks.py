@@ -114,8 +114,8 @@ _open: dict[tuple[int, int | None], frozenset[int]] = {}
 
 def ask(
     pids: dict[int, Path],
-    send: Callable[[int, int], bool] = process_control.kill,
     within_s: float = 2.0,
+    send: Callable[[int, int], bool] = process_control.kill,
 ) -> None:
     """Make the processes write their stacks; returns when they have, or when time is up.
 
