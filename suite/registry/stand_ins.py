@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from shardproof import registry
+from shardproof import contract, registry
 from shardproof.case import Case
 from shardproof.contract import Capabilities, Collectives, Depth, Implementation, Options, Refused
 from shardproof.costs import own
@@ -182,6 +182,11 @@ class StandIn(Implementation):
         return AskedMeeting(cls, cls.ask_plain(int, meeting, dict(options)))
 
     @classmethod
+    def follow(cls, now: Any, options: Options) -> Any:
+        """The right values of further state that no formula gives (contract version 3)."""
+        return cls.ask(follow, vars(now), dict(options))
+
+    @classmethod
     def offers(cls, options: Options, backend: str, world: int) -> Any:
         """What collectives it offers."""
         form = dict[str, dict[str, tuple[str, ...]]]
@@ -325,6 +330,13 @@ def called(path: str, number: int, method: str, *given: Any) -> Any:
     if method == "regroup" and not hasattr(made, method):
         return None
     return getattr(made, method)(*given)
+
+
+def follow(path: str, now: Mapping[str, Any], options: Options) -> Any:
+    """The right values of further state."""
+    system: Any = registry.load(path)
+    version: Any = contract  # 2 has no such method, and so nobody asks
+    return system.follow(version.Now(**now), options)
 
 
 def offers(path: str, options: Options, backend: str, world: int) -> Any:
