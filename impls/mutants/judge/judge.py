@@ -182,8 +182,8 @@ class RecordIsEmpty(Misjudged):
     def spoil_judge(cls) -> None:
         sound = training.records_of
 
-        def records_of(*given: Any) -> list[RankRecord]:
-            return [record.without_tensors() for record in sound(*given)]
+        def records_of(outcomes: Any, declaration: Any) -> list[RankRecord]:
+            return [record.without_tensors() for record in sound(outcomes, declaration)]
 
         training.records_of = records_of
 
