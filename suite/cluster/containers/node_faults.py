@@ -51,7 +51,8 @@ class NodeFaults:
     def served(self) -> Iterator[None]:
         """Inside, ranks and leaders can ask."""
         pipe = str(FOLDER / PIPE)
-        script = 'mkdir -p "$(dirname "$0")"; mkfifo -m 666 "$0"; echo; exec cat <> "$0"'
+        # Agents and ranks are another user than the head.
+        script = 'mkdir -p -m 777 "$(dirname "$0")"; mkfifo -m 666 "$0"; echo; exec cat <> "$0"'
         asked = self._engine.api.exec_create(self._head.id, ["sh", "-c", script, pipe])["Id"]
         parts = self._engine.api.exec_start(asked, stream=True)
         next(parts)  # the pipe is there
