@@ -13,13 +13,36 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from shardproof import axes
 from shardproof.contract import OptimizerSpec, Options
-from shardproof.files import Stored
+from shardproof.files import Form, Stored, standard
 
 Lane = Literal["bitwise", "dyadic", "fp64", "working_precision"]
+#: What a stored case may claim to have of ranks, and of steps, samples or micro-batches: a reader
+#: takes memory for each.  Scenarios allow less.
+MOST_RANKS, MOST_OF_A_CASE = 1 << 12, 1 << 20
+
+
+def _count(value: Any) -> int:
+    if type(value) is int and 0 <= value <= MOST_OF_A_CASE:
+        return value
+    raise ValueError(f"Input should be a number up to {MOST_OF_A_CASE:,}")
+
+
+def _mesh(value: Any) -> dict[str, int]:
+    sizes = value.items() if isinstance(value, Mapping) else [("", 0)]
+    if not all(isinstance(axis, str) and type(n) is int and n > 0 for axis, n in sizes):
+        raise ValueError("Input should be a number of ranks by axis")
+    if math.prod(n for _, n in sizes) > MOST_RANKS:
+        raise ValueError(f"Input should have at most {MOST_RANKS:,} ranks")
+    return dict(sizes)
+
+
+#: As stored, no larger than a case can be.
+Count = Annotated[int, Form(_count)]
+MeshSizes = Annotated[Mapping[str, int], Form(_mesh)]
 
 
 @dataclass(frozen=True)
@@ -29,9 +52,9 @@ class WorkloadSpec:
     name: str
     traits: tuple[str, ...] = ()
     seed: int = 0
-    global_batch: int = 24
-    micro_batches: int = 2
-    windows: int = 1
+    global_batch: Count = 24
+    micro_batches: Count = 2
+    windows: Count = 1
     params: Options = field(default_factory=dict)
 
     def micro_batch_counts(self, coordinates: int) -> list[int]:
@@ -128,11 +151,11 @@ class CheckpointPlan(Stored):
     ``trained``: steps that who loads has made before, from other values (0: it is fresh).
     """
 
-    save_at: int
-    saves: int = 1
+    save_at: Count
+    saves: Count = 1
     into: Mapping[str, Any] = field(default_factory=dict)
-    again_at: int = 0
-    trained: int = 0
+    again_at: Count = 0
+    trained: Count = 0
 
     @property
     def saved_at(self) -> range:
@@ -154,7 +177,7 @@ class Case(Stored):
     scenario: str
     implementation: str
     backend: str
-    mesh: Mapping[str, int]
+    mesh: MeshSizes
     workload: WorkloadSpec
     optimizer: OptimizerSpec
     lane: Lane
@@ -166,7 +189,7 @@ class Case(Stored):
     #: Mixed precision that the system was asked for (``parameters``, ``reduce``, ``output``,
     #: ``buffers``: names of dtypes; what is not named is as built), also among its ``options``.
     precision: Mapping[str, str] = field(default_factory=dict)
-    steps: int = 3
+    steps: Count = 3
     tier: Literal["quick", "full"] = "quick"
     expect: Mapping[str, Any] = field(default_factory=dict)
     #: Step (as text) -> ranks that take part from that step on; empty: all ranks, always.
@@ -205,6 +228,9 @@ class Case(Stored):
     #: ``file:line`` of the implementation's entry in the scenario; ``file:``: its cell has another
     #: there; empty: no file gave it.
     source: str = field(default="", compare=False)
+    #: Binds the case to the invocation that runs it (:meth:`seal_of`); ranks and leader write it
+    #: into the record.  Empty: it runs outside of a run folder.
+    seal: str = field(default="", compare=False)
 
     @property
     def system(self) -> str:
@@ -237,6 +263,12 @@ class Case(Stored):
     def data_coordinates(self) -> int:
         """Number of shares that the global batch is cut into."""
         return axes.size(self.mesh, axes.sharing(self.mesh))
+
+    def seal_of(self, nonce: str) -> str:
+        """Digest of all that is asked, in the invocation of this ``nonce``."""
+        asked = {name: value for name, value in self.to_dict().items() if name != "seal"}
+        text = nonce + json.dumps(standard(asked), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def oracle_key(self, buffers: str, batch: str = "global") -> str:
         """Digest of all that the oracle depends on; cases that share it share an oracle.

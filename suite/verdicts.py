@@ -15,6 +15,7 @@ Verdict = Literal[
     "refused",
     "judge error",
     "over budget",
+    "flaky",
     "undecidable",
     "inconclusive",
     "precondition",
@@ -30,13 +31,15 @@ WORKING_PRECISION_ONLY: Final = "pass (working precision only)"
 JUDGE_ERROR: Final = "judge error"
 #: A rank computed on until its budget of CPU seconds was spent: nobody knows what it would end in.
 OVER_BUDGET: Final = "over budget"
+#: It failed before, and not again, judged by the same code (``runs.run_folder.read``).
+FLAKY: Final = "flaky"
 #: Replicas are equal, and nothing was compared with the oracle: a fault that all share goes unseen.
 REPLICAS_ONLY: Final = "pass (replicas only)"
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 #: ``refused``: the scenario gives options that the implementation does not take.
 RED = frozenset({"fail", "crash", "hang", "xpass", "refused"})
 OPEN = frozenset(
-    {JUDGE_ERROR, OVER_BUDGET, "undecidable", "inconclusive", "precondition", REPLICAS_ONLY}
+    {JUDGE_ERROR, OVER_BUDGET, FLAKY, "undecidable", "inconclusive", "precondition", REPLICAS_ONLY}
 )
 GREEN = frozenset({"pass", WORKING_PRECISION_ONLY, "xfail"})
 

@@ -45,7 +45,7 @@ def run(mutants: Sequence[Any], most: int, seed: int, asked: options.SessionOpti
             seconds = None if end is None else end - time.monotonic()
             if seconds is not None and seconds <= 0:
                 return {}
-            results, late = session.run(cases, note, folder.keep, Course(seconds))
+            results, late = session.run(folder.bind(cases), note, folder.keep, Course(seconds))
             for case in late:
                 folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
             return {result.id: result for result in results}

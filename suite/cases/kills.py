@@ -82,7 +82,7 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
 def parent_case(own: Case, parent: str) -> Case:
     """The case of ``parent`` that a mutant's case is compared with."""
     fields = own.to_dict() | {"id": "", "implementation": parent}
-    del fields["source"]  # says nothing of what is run
+    del fields["source"], fields["seal"]  # say nothing of what is run
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:10]
     return replace(own, id=f"{parent}::parent-{digest}", implementation=parent)
 

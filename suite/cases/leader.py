@@ -98,6 +98,8 @@ def judge_case(
             evidence = _evidence(account, Launcher(workdir, host, cache))
             began = time.monotonic()
             if evidence is not None:
+                for record in evidence.records:  # those of another launcher's ranks have none
+                    record.seal = record.seal or case.seal
                 # All checks see the tensors here; decide_case needs only figures.
                 measure_case(evidence)
                 account.figures = evidence  # a Figures: its stored form leaves the tensors out

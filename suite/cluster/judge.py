@@ -56,7 +56,7 @@ def judge(
     with open_folder(results, records.parent, command, may_hold_more=True) as run:
         nodes = [node.to_dict() for node in plan.nodes]
         run.tell_cluster({"nodes": nodes} | ({"image": plan.image} if plan.image else {}))
-        run.plan(plan.cases)
+        run.plan(run.bind(plan.cases))
 
         def body(interrupts: Interrupts) -> int:
             for node in plan.nodes if len(plan.nodes) > 1 else ():
@@ -84,7 +84,7 @@ def _judge_all(
     """Results, and how many cases no rank came to; those that are done leave ``waiting``."""
     counted, left = [], 0
     with tempfile.TemporaryDirectory() as cache:
-        every = foreign_records.results_of(records, Path(cache))
+        every = foreign_records.results_of(records, Path(cache), run.bind)
         for number, (case, judged) in enumerate(every):
             with interrupts.held():
                 del waiting[case.id]

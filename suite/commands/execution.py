@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import typer
@@ -155,6 +155,8 @@ class Execution:
     def __post_init__(self) -> None:
         self.console = make_console()
         self.new: list[CaseResult] = []
+        chosen, left_out = map(self.folder.bind, (self.schedule.chosen, self.schedule.left_out))
+        self.schedule = replace(self.schedule, chosen=chosen, left_out=left_out)
         self.end = None if self.budget is None else time.monotonic() + self.budget * 60
 
     def run(self) -> int:
@@ -216,7 +218,8 @@ class Execution:
         """Print all results, ``stay`` of before and what was ``left_out`` (why, by id); the exit
         code.
         """
-        results = [*self.kept, *self.new, *stay]
+        told = {one.id: one for one in read(self.folder.path).cases}  # some may be flaky
+        results = [told.get(one.id, one) for one in (*self.kept, *self.new, *stay)]
         counts, known = verdicts.count(results), {result.id for result in stay}
         if results:
             report.show(results, self.console.print)
@@ -271,7 +274,12 @@ class Planting:
 
     def __post_init__(self) -> None:
         self.console = make_console()
-        self.pairs = [kills.pair(one, self.all_must_run, self.depth) for one in self.mutants]
+        pairs = [kills.pair(one, self.all_must_run, self.depth) for one in self.mutants]
+        bound = [self.folder.bind((one.case, one.parent)) for one in pairs]
+        self.pairs = [
+            replace(one, case=case, parent=parent)
+            for one, (case, parent) in zip(pairs, bound, strict=True)
+        ]
         if self.shard is not None:
             self.pairs = _part(self.pairs, self.shard, self.folder)
 

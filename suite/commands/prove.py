@@ -345,6 +345,7 @@ def _judged(session: Session, cases: Sequence[Case], results: Path | None) -> li
         return session.run(cases, lambda result: None)[0]
     require_run_or_new(Path(results))
     with RunFolder(Path(results), ["prove"]) as folder:
+        cases = folder.bind(cases)
         folder.plan(cases)
         judged, _ = session.run(cases, folder.add, on_account=folder.keep)
         folder.close(verdicts.exit_code(verdicts.count(judged)))

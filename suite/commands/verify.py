@@ -15,25 +15,26 @@ from pathlib import Path
 from shardproof import strategies
 from shardproof.backends import BACKENDS
 from shardproof.backends.plugins import GROUP
-from shardproof.cases.kills import PlantedPair, parent_case, why_not_killed
+from shardproof.cases.kills import PlantedPair, failing, parent_case, why_not_killed
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import Problem, SelectionError, one_line, shorten
 from shardproof.evidence.account import Account
 from shardproof.files import DAMAGE, standard
 from shardproof.runs import records
+from shardproof.runs.bindings import contradiction, unbound
 from shardproof.runs.bundle.form import Listing
 from shardproof.runs.bundle.unpacking import unpacked
 from shardproof.runs.header import OtherFormat
 from shardproof.runs.integrity import changed
-from shardproof.runs.run_folder import Run, read
-from shardproof.verdicts import INTERRUPTED, RED, kind
+from shardproof.runs.run_folder import Run, read_as_written
+from shardproof.verdicts import FLAKY, INTERRUPTED, RED, kind
 from shardproof.wings import LineKind, wings_of
 
 #: What must come out again; the rest is time and names of files.
 _JUDGED = (
     *("verdict", "reason", "checks", "worst_error", "bound", "bytes_sent", "bytes_expected"),
-    *("depth", "loss_factor"),
+    *("depth", "loss_factor", "seen"),
 )
 
 
@@ -51,6 +52,8 @@ class Verified:
     unread: str = ""
     #: Cases whose verdict is red.
     broken: int = 0
+    #: Cases that failed before and do no longer, by the same code.
+    flaky: int = 0
 
     def sentence(self) -> str:
         """One line for people."""
@@ -62,6 +65,8 @@ class Verified:
         told += [f"{n} {kind.noun}s read" for kind, n in self.others.items() if not kind.is_judged]
         if self.broken:
             told[-1] += f"; {self.broken} of {self.cases} cases failed, and the evidence says so"
+        if self.flaky:
+            told[-1] += f"; {self.flaky} of {self.cases} cases are flaky: they failed before"
         return ", ".join(told) + (f". {self.unread}" if self.unread else "")
 
 
@@ -71,7 +76,7 @@ def verify(path: Path) -> Verified:
     :raises SelectionError: there is no run, or its evidence has another format.
     """
     damaged: list[Problem] = []
-    run = read(path, damaged=damaged)
+    run = read_as_written(path, damaged=damaged)
     problems = [*changed(path), *map(str, damaged)]
     results = [*run.cases, *run.mutant_cases]
     try:
@@ -84,7 +89,9 @@ def verify(path: Path) -> Verified:
     left_out = len(run.left_out) + len(run.kills) - len(judged)
     others = {kind: len(lines) for kind, lines in run.known(judged_only=False).items()}
     broken = sum(kind(result.verdict) in RED for result in run.cases)
-    return Verified(len(results), len(judged), left_out, problems, others, run.unread, broken)
+    flaky = sum(result.verdict == FLAKY for result in run.told_flaky().cases)
+    counts = len(results), len(judged), left_out
+    return Verified(*counts, problems, others, run.unread, broken, flaky)
 
 
 def verify_archive(archive: Path) -> tuple[Verified, Listing]:
@@ -110,7 +117,8 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
 def _again(run: Run, results: list[CaseResult]) -> Iterator[str]:
     """What is missing, and what comes out differently."""
     yield from _missing(run)
-    for result in results:
+    yield from unbound(run)
+    for result in (*run.superseded, *results):
         yield from _judged_again(run.path, result)
     for kill in run.kills:
         yield from _killed_again(kill, results)
@@ -146,6 +154,9 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
         if account.case.backend not in BACKENDS:
             yield f"{path / name}: {result.id}: {_unknown('backend', account.case.backend, GROUP)}"
             return
+        if problem := contradiction(account):
+            yield f"{path / name}: {result.id}: {problem}"
+            return
         judged = decide_case(account)
         again, line = (json.loads(json.dumps(standard(r.to_dict()))) for r in (judged, result))
     except (records.RecordError, AssertionError, KeyError, TypeError, ValueError) as error:
@@ -154,6 +165,8 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
     if judged.id != result.id or account.case.to_dict() != result.case.to_dict():
         yield f"{path / name}: is the record of {judged.id}, not of {result.id}"
         return
+    if (result.data or "") != account.data_digest:
+        yield f"{path / name}: {result.id}: cases.jsonl names another data set"
     for key in _JUDGED:
         if again.get(key) != line.get(key):
             if unknown := _unknown_strategy(account):
@@ -180,7 +193,9 @@ def _unknown(what: str, name: str, group: str) -> str:
 
 def _killed_again(kill: Kill, results: list[CaseResult]) -> Iterator[str]:
     """Compare a mutant's result with its parent's again."""
-    own = next((r for r in results if r.case.implementation == f"mutants/{kill.name}"), None)
+    named, depth = f"mutants/{kill.name}", kill.depth or ""
+    planted = (r for r in results if r.case.implementation == named and r.case.depth == depth)
+    own = next(planted, None)
     if own is None:
         if not kill.left_out:
             yield f"cases.jsonl: fault {kill.name} is {kill.verdict}, but its case is missing"
@@ -190,5 +205,5 @@ def _killed_again(kill: Kill, results: list[CaseResult]) -> Iterator[str]:
     theirs = next((r for r in results if replace(r.case, id=parent.id) == parent), None)
     # A kill names what judging needs of the mutant.
     killed = not why_not_killed(PlantedPair(kill, own.case, parent), own, theirs)
-    if killed != kill.killed:
+    if killed != kill.killed or failing(own) != kill.failing:
         yield f"cases.jsonl: fault {kill.name}: its results give killed={killed}"

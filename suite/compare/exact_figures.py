@@ -65,7 +65,7 @@ _STRICTNESS = {"family": 0, "layout": 1, "own": 1}
 _ORDER = (
     *("pass", WORKING_PRECISION_ONLY, "killed", "timed", "holds", "xpass", "xfail", "below"),
     *("skip", REPLICAS_ONLY, "precondition", "inconclusive", "undecidable"),
-    *("over budget", "judge error"),
+    *("over budget", "flaky", "judge error"),
     *("refused", "hang", "crash", "fail"),
 )
 _NUMBER = re.compile(r"-?[0-9]+(/0*[1-9][0-9]*)?\Z")

@@ -41,8 +41,8 @@ Rule = Literal[
 #: Verdicts that an expected failure is there for, and those that it does not expect.
 _FAILING = verdicts.RED - {"xpass"} | verdicts.OPEN | {"xfail"}
 _PASSING = verdicts.GREEN - {"xfail"} | {"xpass"}
-#: A result of the baseline that is none of these was decided there.
-_LEFT_OPEN = verdicts.OPEN | {"skip"}
+#: A result that is none of these was decided: one that is flaky was, twice.
+_LEFT_OPEN = verdicts.OPEN - {verdicts.FLAKY} | {"skip"}
 _DECIDED = frozenset(verdicts.VERDICTS) - _LEFT_OPEN
 #: Verdicts of timed results that say by themselves why there is no ratio.
 _NO_RATIO = verdicts.RED | {"precondition"}

@@ -35,6 +35,7 @@ VERDICTS: Mapping[Verdict, VerdictLevel] = {
     "xpass": "report",
     verdicts.JUDGE_ERROR: "break",
     verdicts.OVER_BUDGET: "new",
+    verdicts.FLAKY: "break",
     "undecidable": "new",
     "inconclusive": "new",
     "precondition": "new",

@@ -162,7 +162,8 @@ class RankRecord(Stored):
     workload ``epochs``; ``voted``: of workload ``votes``; the account leaves all three out.
     ``loaded``: of a run that goes on from a checkpoint.  ``node``: the number of the node that it
     ran on; ``None``: there are no nodes.  ``stands_for``: the ranks that did the same, itself among
-    them, where not every rank of the world ran; empty: itself alone.
+    them, where not every rank of the world ran; empty: itself alone.  ``seal``: that of the case
+    that it was given.
     """
 
     rank: int
@@ -186,6 +187,7 @@ class RankRecord(Stored):
     loaded: Loaded | None = None
     node: int | None = None
     stands_for: tuple[int, ...] = ()
+    seal: str = ""
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -279,7 +279,8 @@ def cells(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> li
 
     for result in results:
         for name in capabilities(result.case):
-            of(result.case, name)._add(result, outcome(result, name))
+            flaky = verdicts.FLAKY if result.verdict == verdicts.FLAKY else ""
+            of(result.case, name)._add(result, flaky or outcome(result, name))
     for case in (line.case for line in left_out if line.case is not None):
         for name in capabilities(case):
             of(case, name).left_out += 1

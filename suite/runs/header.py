@@ -17,7 +17,7 @@ from shardproof.launch.nodes import cap_in_words
 
 NAME = "run.json"
 #: The evidence format that is written and read (docs/evidence.md).
-FORMAT = 8
+FORMAT = 9
 
 
 class _Part(BaseModel):
@@ -128,6 +128,8 @@ class Invocation(_Part):
     part: PartOf | None = None
     run: str | None = None
     reproduces: str | None = None
+    #: Drawn when it began: what the seals of its cases are made with (``Case.seal_of``).
+    nonce: str = ""
     #: Of classes of the user's own the digest of the file that the name leads to.
     code: dict[str, str] = {}
 

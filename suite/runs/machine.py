@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ def begun(command: Sequence[str], now: str) -> Invocation:
         ended=None,
         exit_code=None,
         pid=os.getpid(),
+        nonce=secrets.token_hex(16),
         suite=VERSION,
         commit=commit() if facts is None else facts["commit"],
         python=platform.python_version(),

@@ -36,7 +36,7 @@ def split(
     # Without its record a case is not done.
     done = {r.id: r for r in run.cases if r.record is not None and (path / r.record).is_file()}
     if failed:
-        bad = verdicts.RED | verdicts.OPEN
+        bad = verdicts.RED | verdicts.OPEN - {verdicts.FLAKY}  # it fails no longer
         again = [c for c in cases if c.id in done and verdicts.kind(done[c.id].verdict) in bad]
         if not again:
             raise SelectionError(Problem("nothing failed here", "nothing to do", str(path)))

@@ -24,12 +24,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardproof import VERSION, table
+from shardproof import VERSION, table, verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult, Kill, LeftOut, rerun
 from shardproof.contract import Options
@@ -73,6 +73,7 @@ class Run:
     """A run as read back: ``run.json``, and the lines of ``cases.jsonl`` by kind.
 
     ``others``: results that wings wrote, by kind; also those of wings that this tree lacks.
+    ``superseded``: earlier results of cases, as written, which a later line of the id replaces.
     """
 
     path: Path
@@ -82,6 +83,7 @@ class Run:
     kills: list[Kill] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     others: dict[str, list[Line]] = field(default_factory=dict)
+    superseded: list[CaseResult] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -126,6 +128,38 @@ class Run:
         )
         absent = len(self.unfinished)
         return f"{absent} planned without a result: {why}" if absent else ""
+
+    def invocation_of(self, case: Case) -> Invocation | None:
+        """The invocation to which the seal of ``case`` binds it; ``None``: none of this run."""
+        sealing = (one for one in self.header.invocations if one.nonce)
+        return next((one for one in sealing if case.seal == case.seal_of(one.nonce)), None)
+
+    def told_flaky(self) -> Run:
+        """This run, with the verdict ``flaky`` of each case that failed before and does no longer,
+        judged by the same code: what was seen once stays.
+        """
+        failed: dict[str, list[CaseResult]] = {}
+        for one in self.superseded:
+            if verdicts.kind(one.verdict) in verdicts.RED - {"refused"}:
+                failed.setdefault(one.id, []).append(one)
+        cases = [self._told_flaky(result, failed.get(result.id, ())) for result in self.cases]
+        return replace(self, cases=cases)
+
+    def _told_flaky(self, result: CaseResult, failed: Sequence[CaseResult]) -> CaseResult:
+        if not failed or verdicts.kind(result.verdict) in verdicts.RED:
+            return result
+        by = self._judged_by(result)
+        first = next((one for one in failed if self._judged_by(one) == by), None)
+        if first is None:
+            return result
+        then = f"{first.verdict} before, then {result.verdict}, by the same code"
+        return replace(result, verdict=verdicts.FLAKY, reason=f"{then}: {first.reason}")
+
+    def _judged_by(self, result: CaseResult) -> tuple[object, ...]:
+        """What gave the result, as far as the run tells: another state of it may be mended."""
+        one = self.invocation_of(result.case) or self.header.last
+        own = one.code.get(result.case.implementation)
+        return one.suite, one.commit, one.packages.get("torch"), own
 
     def known(self, judged_only: bool = True) -> dict[LineKind, list[Line]]:
         """The ``others`` by kind of this tree's wings, in the order in which these list them.
@@ -238,6 +272,11 @@ class RunFolder:
         self._invocation.code = told
         self._write_header()
         return code.older(kept, told, self._header.invocations[:-1])
+
+    def bind(self, cases: Iterable[Case]) -> list[Case]:
+        """``cases``, sealed for this invocation: their records are told from those of any other."""
+        nonce = self._invocation.nonce
+        return [replace(case, seal=case.seal_of(nonce)) for case in cases]
 
     def _require_of_part(self, names: Iterable[str]) -> None:
         """:raises SelectionError: the run is a part, and one of ``names`` is not in it."""
@@ -395,14 +434,19 @@ class RunFolder:
 
 def read_plan(path: Path) -> dict[str, Case]:
     """By its id every case that an invocation of the run in ``path`` was about to run."""
+    return {name: cases[-1] for name, cases in read_plans(path).items()}
+
+
+def read_plans(path: Path) -> dict[str, list[Case]]:
+    """By its id each case as invocations of the run in ``path`` were about to run it."""
     file = path / _PLAN
-    cases: dict[str, Case] = {}
+    cases: dict[str, list[Case]] = {}
     for raw in read_input(file).splitlines() if file.exists() else ():
         try:
             case = from_others(Case, json.loads(raw))
         except DAMAGE:
             continue  # cut off by a kill, before any case of that invocation ran
-        cases[case.id] = case
+        cases.setdefault(case.id, []).append(case)
     return cases
 
 
@@ -416,7 +460,7 @@ def require_run_or_new(path: Path) -> None:
 
 def comparison_key(cases: Sequence[Case]) -> ComparisonKey:
     """What two runs must share to be compared, whatever they judge."""
-    judged = ("id", "implementation", "label", "options")
+    judged = ("id", "implementation", "label", "options", "seal")
     cells = [{k: v for k, v in case.to_dict().items() if k not in judged} for case in cases]
     lines = sorted({json.dumps(cell, sort_keys=True) for cell in cells})
     return ComparisonKey(suite=VERSION, scenarios=_text_digest(lines), data=None)
@@ -427,6 +471,11 @@ def _text_digest(lines: Iterable[str]) -> str:
 
 
 def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None) -> Run:
+    """:func:`read_as_written`, with what is flaky told as that."""
+    return read_as_written(path, strict, damaged).told_flaky()
+
+
+def read_as_written(path: Path, strict: bool = False, damaged: list[Problem] | None = None) -> Run:
     """The run in folder ``path``; ``strict`` also refuses unreadable lines before the last one.
 
     ``damaged`` takes what is wrong with lines that lack what this version needs: they are left out.
@@ -441,26 +490,32 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
             Problem("no run", "name a folder under results/ that holds run.json", str(path))
         )
     last: dict[tuple[str, str], tuple[int, Line]] = {}
+    earlier: list[tuple[int, Line]] = []
     for number, line in _lines(path / LINES, strict):
         kill = line["kind"] == "kill"
         key = ("kill", str(line.get("name"))) if kill else ("", str(line.get("id")))
         if not is_left_out(line) or key not in last or is_left_out(last[key][1]):
+            if key in last and last[key][1]["kind"] == "case":
+                earlier.append(last[key])
             last[key] = number, line
     run = Run(path, header)
+    replaced = {number for number, _ in earlier}
     readers: dict[str, Callable[[Line], None]] = {
         "case": lambda line: run.cases.append(CaseResult.from_dict(line)),
+        "replaced": lambda line: run.superseded.append(CaseResult.from_dict(line)),
         "mutant case": lambda line: run.mutant_cases.append(CaseResult.from_dict(line)),
         "kill": lambda line: run.kills.append(Kill.from_dict(line)),
         "left out": lambda line: run.left_out.append(LeftOut.from_dict(line)),
     }
     of_wings = line_kinds()
-    for number, line in last.values():
+    for number, line in (*earlier, *last.values()):
         for name in (line.get("record"), line.get("times")):
             require_inside(path, name, f"{path / LINES}:{number}")
         kind = of_wings.get(line["kind"])
-        if line["kind"] in readers or kind is None or kind.is_result:
+        word = "replaced" if number in replaced else line["kind"]
+        if word in readers or kind is None or kind.is_result:
             try:
-                readers.get(line["kind"], _keep_in(run, kind))(line)
+                readers.get(word, _keep_in(run, kind))(line)
             except DAMAGE as error:
                 name = line.get("id") or line.get("name") or "a line"
                 what = f"is damaged: {name}: {type(error).__name__} {error}"

@@ -31,7 +31,8 @@ class Program(ABC):
 
     def __call__(self, rank: int, world: int) -> dict[str, Any]:
         system = registry.load(self.case.implementation)
-        record = RankRecord(rank, cores(), Declaration.of(system, self.case.options))
+        declared = Declaration.of(system, self.case.options)
+        record = RankRecord(rank, cores(), declared, seal=self.case.seal)
         self.fill(record, system, world)
         return record.to_dict()
 

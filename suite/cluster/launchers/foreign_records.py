@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -155,13 +155,13 @@ class LeftRanks(RankHost):
 
 
 def results_of(
-    records: Path, cache: Path
+    records: Path, cache: Path, bind: Callable[[Sequence[Case]], Sequence[Case]] = tuple
 ) -> Iterator[tuple[Case, tuple[Account, CaseResult] | None]]:
-    """Judge every case of the plan; ``None`` for what no rank came to."""
+    """Judge every case of the plan, as ``bind`` gives it; ``None`` for what no rank came to."""
     from shardproof.cases.leader import judge_case
 
     plan = read_plan(records)
-    for number, case in enumerate(plan.cases):
+    for number, case in enumerate(bind(plan.cases)):
         folder = case_folder(records, number)
         outcomes = outcomes_of(folder, plan.world)
         if _out_of_time(records, number, plan.world):

@@ -1,0 +1,140 @@
+"""Does the evidence of a run belong together: its lines, plan, invocations, records and figures?
+
+Digests say that nothing was changed since it was sealed.  This says what somebody who seals it anew
+would have to change besides, since one part of it determines another: a record the case that its
+ranks were given, in which invocation (``Case.seal_of``), a plan what has a result, results an exit
+code.  ``docs/evidence.md`` tells what is left.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from shardproof import verdicts
+from shardproof.case import Case
+from shardproof.checks import OF_UNTRAINED
+from shardproof.checks.results import CaseResult
+from shardproof.costs import ModelFacts
+from shardproof.evidence.account import Account
+from shardproof.files import standard
+from shardproof.runs import random_kills
+from shardproof.runs.header import Invocation
+from shardproof.runs.run_folder import LINES, Run, comparison_key, is_left_out, lines, read_plans
+
+#: Exit code -> how grave it is; of others (Ctrl-C, a full disk) results say nothing.
+_GRAVITY = {verdicts.HELD: 0, verdicts.NOT_DECIDED: 1, verdicts.BROKEN: 2}
+
+
+def contradiction(account: Account) -> str:
+    """What its figures tell otherwise than its case and declaration, as a sentence; empty: nothing.
+
+    To be asked before anything is decided: what the case claims to have is then in the file.
+    """
+    case, figures = account.case, account.figures
+    if figures is None:
+        return ""
+    records, untrained = figures.records, not OF_UNTRAINED.keys().isdisjoint(case.checks)
+    for record in records:
+        if record.seal != case.seal:
+            return f"rank {record.rank} was given another case, or in another invocation"
+        if record.declaration != account.declaration:
+            return f"rank {record.rank} ran a system that declares something else"
+        if not untrained and len(record.steps) != case.steps:
+            return f"rank {record.rank} made {len(record.steps)} steps of {case.steps}"
+    if not untrained and [*figures.ranks] != [*range(case.world)]:
+        return f"it has ranks {[*figures.ranks]!s:.80} of {case.world}"
+    # After a planned fault only what was loaded is measured.
+    if case.fault is None and {*figures.compared} != {*case.checks}:
+        odd = ", ".join(sorted({*figures.compared} ^ {*case.checks}))
+        return f"its case asks for other checks than were measured: {odd}"
+    facts = figures.model_facts
+    return "" if facts is None or untrained else _other_facts(case, facts)
+
+
+def _other_facts(case: Case, facts: ModelFacts) -> str:
+    optimizer = case.optimizer
+    asked = {
+        "axes": dict(case.mesh),
+        "options": dict(case.options),
+        "micro_batches": case.workload.micro_batch_counts(case.data_coordinates),
+        "optimizer": optimizer.name,
+        "momentum": optimizer.momentum,
+        "clipped": optimizer.clip_norm is not None,
+        "scaled": optimizer.scaler is not None,
+        "steps": case.steps,
+    }
+    for name, value in asked.items():
+        if standard(getattr(facts, name)) != standard(value):
+            return f"its costs are those of other {name} than its case has"
+    return ""
+
+
+def unbound(run: Run) -> Iterator[str]:
+    """What of the lines, the plan and ``run.json`` does not belong together, as sentences."""
+    where, invocations = run.path / LINES, run.header.invocations
+    of: dict[str, list[tuple[int, CaseResult]]] = defaultdict(list)
+    for result in (*run.superseded, *run.cases, *run.mutant_cases):
+        if (by := run.invocation_of(result.case)) is None:
+            yield f"{where}: {result.id}: its case is as no invocation of this run asked for it"
+        else:
+            of[result.id].append((invocations.index(by), result))
+    for name, results in of.items():
+        if (order := [number for number, _ in results]) != sorted(order):
+            yield f"{where}: {name}: an earlier invocation's result stands after a later one's"
+    yield from _planted(run)
+    yield from _planned(run, {name: {n for n, _ in results} for name, results in of.items()})
+    judged = {id(result) for result in run.mutant_cases}
+    told = [pair for results in of.values() for pair in results if id(pair[1]) not in judged]
+    for number, one in enumerate(invocations):
+        if problem := _other_end(one, number, told):
+            yield f"{run.path / 'run.json'}: {' '.join(one.command)[:80]}: {problem}"
+
+
+def _planted(run: Run) -> Iterator[str]:
+    """Lines of planted faults that are none."""
+    random = random_kills.read(run.path)
+    faults = [*run.kills, *(random.faults if random else ())]
+    known = {f"mutants/{one.name}" for one in faults} | {one.parent for one in faults}
+    for result in run.mutant_cases:
+        by = run.invocation_of(result.case)
+        if result.case.implementation not in known or (by and by.planned and not by.kills):
+            yield f"{run.path / LINES}: {result.id}: is told as a planted fault, which it is not"
+
+
+def _planned(run: Run, done: dict[str, set[int]]) -> Iterator[str]:
+    """Cases that were planned otherwise, or ended otherwise than the plan says; ``done``: ids, and
+    the numbers of the invocations that have a result of each.
+    """
+    plans, where = read_plans(run.path), run.path / "planned.jsonl"
+    for result in (*run.superseded, *run.cases):
+        if result.case not in plans.get(result.id, ()):
+            yield f"{where}: {result.id}: is not planned as it was run"
+    if run.header.merged is not None:
+        return
+    left = {str(line.get("id")) for line in lines(run.path) if is_left_out(line)}
+    for number, one in enumerate(run.header.invocations):
+        own = [
+            c for name in one.planned for c in plans.get(name, ()) if c.seal_of(one.nonce) == c.seal
+        ]
+        key = None if one.part or one.kills else one.key
+        if key is not None and own and comparison_key(own).scenarios != key.scenarios:
+            yield f"{where}: is not the plan of {' '.join(one.command)[:80]}"
+        if one.exit_code in _GRAVITY and not one.kills:
+            for name in one.planned:
+                if number not in done.get(name, ()) and name not in left:
+                    yield f"{run.path / LINES}: {name}: its result of {one.started} is missing"
+
+
+def _other_end(one: Invocation, number: int, told: list[tuple[int, CaseResult]]) -> str:
+    """Why it did not end with that exit code; results of before may count, too."""
+    own = {verdicts.kind(result.verdict) for n, result in told if n == number}
+    known = {verdicts.kind(result.verdict) for n, result in told if n <= number}
+    red, opened = own & verdicts.RED, own & verdicts.OPEN
+    if one.exit_code not in _GRAVITY or not own or one.kills:
+        return ""
+    if _GRAVITY[one.exit_code] < (2 if red else 1 if opened else 0):
+        return f"exit code {one.exit_code}, but a case is {min(red or opened)}"
+    if one.exit_code == verdicts.BROKEN and not known & verdicts.RED:
+        return f"exit code {one.exit_code}, but no case broke"
+    return ""
