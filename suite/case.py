@@ -25,24 +25,19 @@ Lane = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 MOST_RANKS, MOST_OF_A_CASE = 1 << 12, 1 << 20
 
 
-def _count(value: Any) -> int:
-    if type(value) is int and 0 <= value <= MOST_OF_A_CASE:
-        return value
-    raise ValueError(f"Input should be a number up to {MOST_OF_A_CASE:,}")
+def _bounded_count(value: int) -> None:
+    if not 0 <= value <= MOST_OF_A_CASE:
+        raise ValueError(f"{value:,} is beyond {MOST_OF_A_CASE:,}")
 
 
-def _mesh(value: Any) -> dict[str, int]:
-    sizes = value.items() if isinstance(value, Mapping) else [("", 0)]
-    if not all(isinstance(axis, str) and type(n) is int and n > 0 for axis, n in sizes):
-        raise ValueError("Input should be a number of ranks by axis")
-    if math.prod(n for _, n in sizes) > MOST_RANKS:
-        raise ValueError(f"Input should have at most {MOST_RANKS:,} ranks")
-    return dict(sizes)
+def _bounded_mesh(sizes: Mapping[str, int]) -> None:
+    if min(sizes.values(), default=1) < 1 or math.prod(sizes.values()) > MOST_RANKS:
+        raise ValueError(f"no mesh of 1 to {MOST_RANKS:,} ranks")
 
 
 #: As stored, no larger than a case can be.
-Count = Annotated[int, Form(_count)]
-MeshSizes = Annotated[Mapping[str, int], Form(_mesh)]
+Count = Annotated[int, Form(check=_bounded_count)]
+MeshSizes = Annotated[Mapping[str, int], Form(check=_bounded_mesh)]
 
 
 @dataclass(frozen=True)

@@ -192,16 +192,22 @@ class SparselyStored(Stored):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Annotates a type with its stored form: ``read`` makes the value of it, ``write`` the form."""
+    """Annotates a type with its stored form: ``read`` makes the value of it, ``write`` the form.
+
+    ``check`` raises a ValueError at a value that cannot be.
+    """
 
     read: Callable[[Any], Any] | None = None
     write: Callable[[Any], Any] | None = None
+    check: Callable[[Any], None] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         """What pydantic asks of an annotation."""
         core = pydantic_core.core_schema
         schema: Any = core.no_info_plain_validator_function(self.read) if self.read else None
         schema = schema or handler(source)
+        if (check := self.check) is not None:
+            schema = core.no_info_after_validator_function(lambda v: check(v) or v, schema)
         if self.write:
             schema["serialization"] = core.plain_serializer_function_ser_schema(self.write)
         return schema

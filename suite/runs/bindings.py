@@ -9,7 +9,7 @@ code.  ``docs/evidence.md`` tells what is left.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardproof import verdicts
 from shardproof.case import Case
@@ -72,23 +72,28 @@ def _other_facts(case: Case, facts: ModelFacts) -> str:
 
 def unbound(run: Run) -> Iterator[str]:
     """What of the lines, the plan and ``run.json`` does not belong together, as sentences."""
-    where, invocations = run.path / LINES, run.header.invocations
+    where, invocations, plans = run.path / LINES, run.header.invocations, read_plans(run.path)
+    sealed = {case.id for cases in plans.values() for case in cases if case.seal}
     of: dict[str, list[tuple[int, CaseResult]]] = defaultdict(list)
     for result in (*run.superseded, *run.cases, *run.mutant_cases):
-        if (by := run.invocation_of(result.case)) is None:
-            yield f"{where}: {result.id}: its case is as no invocation of this run asked for it"
-        else:
+        if (by := run.invocation_of(result.case)) is not None:
             of[result.id].append((invocations.index(by), result))
+        elif result.case.seal or result.id in sealed:
+            yield f"{where}: {result.id}: its case is as no invocation of this run asked for it"
     for name, results in of.items():
         if (order := [number for number, _ in results]) != sorted(order):
             yield f"{where}: {name}: an earlier invocation's result stands after a later one's"
     yield from _planted(run)
-    yield from _planned(run, {name: {n for n, _ in results} for name, results in of.items()})
-    judged = {id(result) for result in run.mutant_cases}
-    told = [pair for results in of.values() for pair in results if id(pair[1]) not in judged]
-    for number, one in enumerate(invocations):
-        if problem := _other_end(one, number, told):
-            yield f"{run.path / 'run.json'}: {' '.join(one.command)[:80]}: {problem}"
+    yield from _planned(run, plans)
+    # What was lost before, nobody can tell.
+    whole = max((n for n, one in enumerate(invocations) if one.mended), default=0)
+    for number, one in enumerate(invocations[whole:], whole):
+        ends = [(n, r.verdict) for results in of.values() for n, r in results if n <= number]
+        if one.exit_code in _GRAVITY and not one.kills:
+            own = {verdicts.kind(verdict) for n, verdict in ends if n == number}
+            if problem := _other_end(one.exit_code, own, {verdicts.kind(v) for _, v in ends}):
+                yield f"{run.path / 'run.json'}: {' '.join(one.command)[:80]}: {problem}"
+            yield from _lost(run, one, {n for n, rs in of.items() if number in dict(rs)}, plans)
 
 
 def _planted(run: Run) -> Iterator[str]:
@@ -102,39 +107,42 @@ def _planted(run: Run) -> Iterator[str]:
             yield f"{run.path / LINES}: {result.id}: is told as a planted fault, which it is not"
 
 
-def _planned(run: Run, done: dict[str, set[int]]) -> Iterator[str]:
-    """Cases that were planned otherwise, or ended otherwise than the plan says; ``done``: ids, and
-    the numbers of the invocations that have a result of each.
-    """
-    plans, where = read_plans(run.path), run.path / "planned.jsonl"
+def _planned(run: Run, plans: Mapping[str, Sequence[Case]]) -> Iterator[str]:
+    """Cases that were planned otherwise than they were run, and plans that were changed."""
+    where = run.path / "planned.jsonl"
     for result in (*run.superseded, *run.cases):
         if result.case not in plans.get(result.id, ()):
             yield f"{where}: {result.id}: is not planned as it was run"
-    if run.header.merged is not None:
-        return
-    left = {str(line.get("id")) for line in lines(run.path) if is_left_out(line)}
-    for number, one in enumerate(run.header.invocations):
-        own = [
-            c for name in one.planned for c in plans.get(name, ()) if c.seal_of(one.nonce) == c.seal
-        ]
+    for one in run.header.invocations if run.header.merged is None else ():
+        own = _own(one, plans)
         key = None if one.part or one.kills else one.key
         if key is not None and own and comparison_key(own).scenarios != key.scenarios:
             yield f"{where}: is not the plan of {' '.join(one.command)[:80]}"
-        if one.exit_code in _GRAVITY and not one.kills:
-            for name in one.planned:
-                if number not in done.get(name, ()) and name not in left:
-                    yield f"{run.path / LINES}: {name}: its result of {one.started} is missing"
 
 
-def _other_end(one: Invocation, number: int, told: list[tuple[int, CaseResult]]) -> str:
-    """Why it did not end with that exit code; results of before may count, too."""
-    own = {verdicts.kind(result.verdict) for n, result in told if n == number}
-    known = {verdicts.kind(result.verdict) for n, result in told if n <= number}
-    red, opened = own & verdicts.RED, own & verdicts.OPEN
-    if one.exit_code not in _GRAVITY or not own or one.kills:
-        return ""
-    if _GRAVITY[one.exit_code] < (2 if red else 1 if opened else 0):
-        return f"exit code {one.exit_code}, but a case is {min(red or opened)}"
-    if one.exit_code == verdicts.BROKEN and not known & verdicts.RED:
-        return f"exit code {one.exit_code}, but no case broke"
+def _own(one: Invocation, plans: Mapping[str, Sequence[Case]]) -> list[Case]:
+    """The cases that an invocation planned, as its seals tell."""
+    cases = (case for name in one.planned for case in plans.get(name, ()))
+    return [case for case in cases if case.seal and case.seal == case.seal_of(one.nonce)]
+
+
+def _lost(
+    run: Run, one: Invocation, done: Collection[str], plans: Mapping[str, Sequence[Case]]
+) -> Iterator[str]:
+    """Cases of an invocation that ended, of which it has no line."""
+    left = {str(line.get("id")) for line in lines(run.path) if is_left_out(line)}
+    for case in _own(one, plans):
+        if case.id not in done and case.id not in left:
+            yield f"{run.path / LINES}: {case.id}: its result of {one.started} is missing"
+
+
+def _other_end(code: int, own: Collection[str], known: Collection[str]) -> str:
+    """Why a command with these verdicts of its ``own``, beside those ``known`` by then, does not
+    end with that exit code.
+    """
+    red, opened = verdicts.RED.intersection(own), verdicts.OPEN.intersection(own)
+    if _GRAVITY[code] < (2 if red else 1 if opened else 0):
+        return f"exit code {code}, but a case is {min(red or opened)}"
+    if own and code == verdicts.BROKEN and verdicts.RED.isdisjoint(known):
+        return f"exit code {code}, but no case broke"
     return ""

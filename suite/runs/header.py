@@ -130,6 +130,8 @@ class Invocation(_Part):
     reproduces: str | None = None
     #: Drawn when it began: what the seals of its cases are made with (``Case.seal_of``).
     nonce: str = ""
+    #: A line that a kill had cut off was dropped before it began: a result of before is lost.
+    mended: bool = False
     #: Of classes of the user's own the digest of the file that the name leads to.
     code: dict[str, str] = {}
 
@@ -166,6 +168,10 @@ class Invocation(_Part):
         for node, own in self.slow_nodes.items():
             text += f", {node} of {', '.join(cap_in_words(*item) for item in own.items())}"
         return text
+
+    def judges(self, system: str) -> tuple[object, ...]:
+        """What judged, and the code of ``system``, as far as the run tells."""
+        return self.suite, self.commit, self.packages.get("torch"), self.code.get(system)
 
     @property
     def run_command(self) -> str:

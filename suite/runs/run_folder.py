@@ -146,20 +146,17 @@ class Run:
         return replace(self, cases=cases)
 
     def _told_flaky(self, result: CaseResult, failed: Sequence[CaseResult]) -> CaseResult:
-        if not failed or verdicts.kind(result.verdict) in verdicts.RED:
+        now = self.invocation_of(result.case) if failed else None
+        if now is None or verdicts.kind(result.verdict) in verdicts.RED:
             return result
-        by = self._judged_by(result)
-        first = next((one for one in failed if self._judged_by(one) == by), None)
-        if first is None:
-            return result
-        then = f"{first.verdict} before, then {result.verdict}, by the same code"
-        return replace(result, verdict=verdicts.FLAKY, reason=f"{then}: {first.reason}")
-
-    def _judged_by(self, result: CaseResult) -> tuple[object, ...]:
-        """What gave the result, as far as the run tells: another state of it may be mended."""
-        one = self.invocation_of(result.case) or self.header.last
-        own = one.code.get(result.case.implementation)
-        return one.suite, one.commit, one.packages.get("torch"), own
+        system = result.case.implementation
+        for one in failed:
+            then = self.invocation_of(one.case)
+            # Another state of the code may be mended.
+            if then is not None and then is not now and then.judges(system) == now.judges(system):
+                told = f"{one.verdict} before, then {result.verdict}, by the same code"
+                return replace(result, verdict=verdicts.FLAKY, reason=f"{told}: {one.reason}")
+        return result
 
     def known(self, judged_only: bool = True) -> dict[LineKind, list[Line]]:
         """The ``others`` by kind of this tree's wings, in the order in which these list them.
@@ -427,6 +424,7 @@ class RunFolder:
         """A line that a kill cut off must not swallow the next one; a whole one is listed late."""
         content = read_input(self._lines)
         os.truncate(self._lines, whole := content.rfind(b"\n") + 1)
+        self._invocation.mended = whole < len(content)
         lines, listed = content[:whole].splitlines(), self._manifest.read()
         if lines and listed and (LINES, len(lines)) not in listed:
             self._manifest.seal(LINES, hashlib.sha256(lines[-1]).hexdigest(), len(lines))

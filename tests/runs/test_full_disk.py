@@ -11,6 +11,7 @@ import gc
 import io
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,11 @@ def played(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Callab
             while happens:
                 happens.pop()()
             result, account = made[case.id]
-            on_account(result, account)
+            # As if the ranks had been given this case, of this invocation.
+            records_of = (one | {"seal": case.seal} for one in account["figures"]["records"])
+            figures = account["figures"] | {"records": [*records_of]}
+            result = replace(result, case=case)
+            on_account(result, account | {"case": case.to_dict(), "figures": figures})
             on_result(result)
         return [], []
 
