@@ -93,6 +93,15 @@ def printable(text: str) -> str:
     return _UNSEEN.sub(lambda character: repr(character[0])[1:-1], text)
 
 
+#: What a runner of CI takes for a command of its own, in the lines that it reads.
+_COMMAND = re.compile(r"^(\s*:)(?=:)|(#)(?=#\w*\[)", re.MULTILINE)
+
+
+def shown(text: str) -> str:
+    """:func:`printable`, in which a runner of CI finds no command: it looks behind blanks, too."""
+    return _COMMAND.sub(lambda begin: begin[0] + "\\", printable(text))
+
+
 def one_line(text: str) -> str:
     """``text`` on one line of printable characters."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -116,7 +116,7 @@ def _compare(snapshots: list[Snapshot], shown: ShownOptions) -> int:
     comparisons = [compared(reference, other) for other in others]
     form, by, into, only_changed = shown.form, shown.by, shown.into, shown.only_changed
     if form == "json":
-        echo(formats.json_document(reference, comparisons, only_changed), nl=False)
+        echo(formats.json_document(reference, comparisons, only_changed), nl=False, raw=True)
     else:
         if by == "hardware":
             report = hardware.report(reference, comparisons, only_changed)
@@ -128,9 +128,9 @@ def _compare(snapshots: list[Snapshot], shown: ShownOptions) -> int:
             insert(formats.markdown(report), into, formats.BEGIN, formats.END)
             echo(f"{into}: {report.heading}")
         elif form == "markdown":
-            echo(f"# {report.heading}\n\n{formats.markdown(report)}", nl=False)
+            echo(f"# {report.heading}\n\n{formats.markdown(report)}", nl=False, raw=True)
         elif form == "html":
-            echo(formats.html(report), nl=False)
+            echo(formats.html(report), nl=False, raw=True)
         else:
             formats.terminal(report, make_console())
     if not comparisons or any(comparison.comparable for comparison in comparisons):
@@ -245,9 +245,10 @@ def _day(text: str | None) -> datetime.date:
 def _tell(gated: Gate, outputs: Outputs) -> None:
     from shardproof.compare import gate_output
 
-    annotations = gate_output.github(gated) if outputs.annotations else ()
-    for line in (*gate_output.lines(gated), *annotations):
+    for line in gate_output.lines(gated):
         echo(line)
+    for line in gate_output.github(gated) if outputs.annotations else ():
+        echo(line, raw=True)
     if (path := outputs.summary) is not None:
         before = path.read_text(encoding="utf-8") if outputs.append and path.is_file() else ""
         options.write(path, before + gate_output.summary(gated))

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 import typer
 
 from shardproof import verdicts
-from shardproof.errors import printable
+from shardproof.errors import printable, shown
 from shardproof.table import number, some
 
 if TYPE_CHECKING:
@@ -56,13 +56,16 @@ def mute(stream: IO[str]) -> None:
 
 def print_line(console: Console, text: str) -> None:
     """Print one line unchanged: no markup, no wrapping."""
-    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+    console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def echo(text: str, err: bool = False, nl: bool = True) -> None:
-    """The same on standard output (``err``: error), without rich; ``nl``: end the line."""
+def echo(text: str, err: bool = False, nl: bool = True, raw: bool = False) -> None:
+    """The same on standard output (``err``: error), without rich; ``nl``: end the line.
+
+    ``raw``: a document, or commands of a runner of CI that are meant.
+    """
     try:
-        typer.echo(printable(text), err=err, nl=nl)
+        typer.echo(printable(text) if raw else shown(text), err=err, nl=nl)
     except BrokenPipeError:
         mute(sys.stderr if err else sys.stdout)
 
@@ -262,7 +265,7 @@ class Progress(ProgressBar):
         if self.total == 1 or key in self._causes:
             return
         self._causes.add(key)
-        named = Text(printable(f"{result.verdict}: {result.id}"), style="bold red")
+        named = Text(shown(f"{result.verdict}: {result.id}"), style="bold red")
         self.console.print(named, soft_wrap=True)
         for line in result.reason.splitlines()[:1]:
             print_line(self.console, f"    {line}")

@@ -62,9 +62,9 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
     elif form == "markdown":
         others = [section.table() for section in of_wings(run)]
         judged = [reports.markdown(run)] if run.cases or not others else []
-        echo("\n".join([*judged, *others]), nl=False)
+        echo("\n".join([*judged, *others]), nl=False, raw=True)
     elif form == "html":
-        echo(reports.html(run), nl=False)
+        echo(reports.html(run), nl=False, raw=True)
     else:
         _show(run)
 

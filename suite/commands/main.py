@@ -120,16 +120,16 @@ def main(command: typer.Typer = app) -> None:
     """Run ``command`` with this process's arguments; faults of input become one line each and exit
     code 2.
     """
-    _open_streams()
-    if sys.argv[1:2] == ["list"]:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list cases | head` is no failure
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # file names may hold what is no text
-    # Results are many objects without cycles: looked through every 700 new ones, they took a fifth
-    # of this process's time.
-    gc.set_threshold(100_000)
     try:
+        _open_streams()
+        if sys.argv[1:2] == ["list"]:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list cases | head` is no failure
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # file names may hold what is no text
+        # Results are many objects without cycles: looked through every 700 new ones, they took a
+        # fifth of this process's time.
+        gc.set_threshold(100_000)
         sys.exit(command(standalone_mode=False))
     except options.NOT_UNDERSTOOD as error:
         message = io.StringIO()
@@ -140,7 +140,7 @@ def main(command: typer.Typer = app) -> None:
         for problem in error.problems:
             echo(str(problem), err=True)
         sys.exit(verdicts.BAD_INPUT)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # which click makes of it
         sys.exit(verdicts.INTERRUPTED)
     except OSError as error:
         if error.errno not in (errno.EPIPE, *UNWRITABLE):

@@ -217,6 +217,10 @@ def named(text: str) -> Path:
     """The path that an option gives; an empty one would be the working folder."""
     if not text:
         raise typer.BadParameter("an empty name")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # what a run tells of itself is JSON
+        raise typer.BadParameter("no name in UTF-8, so what is written could not be read") from None
     return Path(text)
 
 

@@ -117,4 +117,4 @@ def schema(
     if shape not in models:
         remedy = nearest(shape, models, "shapes")
         raise SelectionError(Problem("unknown shape of file", remedy, shape))
-    echo(json.dumps(json_schema(models[shape](), shape), indent=2))
+    echo(json.dumps(json_schema(models[shape](), shape), indent=2), raw=True)

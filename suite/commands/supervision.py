@@ -88,12 +88,13 @@ def supervised(
                 raise
             cause = f"{error.filename}: {error.strerror}"
             mend = "make room" if error.errno in FULL else "let it be written"
-            if is_kept:
-                print_line(console, f"{cause} - what was written is kept; {mend}, then")
+            kept = "what was written" if is_kept else "nothing"
+            goes_on = is_kept and folder.goes_on
+            then = "" if goes_on else " run it again"
+            print_line(console, f"{cause} - {kept} is kept; {mend}, then{then}")
+            if goes_on:
                 again = f"shardproof run --resume --results {shlex.quote(str(folder.path))}"
                 print_line(console, f"    {again}")
-            else:
-                print_line(console, f"{cause} - nothing is kept; {mend}, then run it again")
             code = verdicts.BAD_INPUT
     if is_kept:
         print_line(console, f"evidence: {folder.path}")

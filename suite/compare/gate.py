@@ -34,6 +34,7 @@ Rule = Literal[
     "fault",
     "too good",
     "not needed",
+    "too wide",
     "evidence",
 ]
 
@@ -346,6 +347,10 @@ class _Judge:
             state: State = "reported"
             rule: Rule = "not needed"
             message = ""
+            place = self.file.file, self.file.line(["xfails", index])
+            if len(matched) == len(self.after.results) > 1:
+                wide = f"matches all {len(matched)} results, excuses {failing}: narrow the pattern"
+                yield GateFinding(state, "too wide", entry.cases, wide, *place)
             if passing:
                 state = "breaks" if entry.strict else "reported"
                 message = f"all {passing} cases pass: remove the expected failure"
@@ -357,7 +362,6 @@ class _Judge:
             elif not matched:
                 message = self._excuses_nothing(entry)
             if message:
-                place = self.file.file, self.file.line(["xfails", index])
                 yield GateFinding(state, rule, entry.cases, message, *place)
 
     def _excuses_nothing(self, entry: ExpectedFailure) -> str:

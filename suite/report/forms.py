@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from shardproof import verdicts
 from shardproof.checks.results import CaseResult, Kill
-from shardproof.errors import Problem, SelectionError, printable
+from shardproof.errors import Problem, SelectionError, printable, shown
 from shardproof.files import write_whole
 from shardproof.report import kills, summary
 from shardproof.report.looks import head, look
@@ -124,10 +124,10 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
         write(f"\nwhat did not hold: {told_cases}, {causes}")
     for block in found[:_BLOCKS]:
         first = block.first
-        write(Text(printable(f"{first.verdict}: {first.id}"), style="bold red"), soft_wrap=True)
+        write(Text(shown(f"{first.verdict}: {first.id}"), style="bold red"), soft_wrap=True)
         lines = [*first.reason.splitlines()[:_LINES], f"rerun: {first.rerun}", block.more()]
         for line in filter(None, lines):
-            write(Text(printable(f"    {line}")), soft_wrap=True)
+            write(Text(shown(f"    {line}")), soft_wrap=True)
     if rest := found[_BLOCKS:]:
         cases = sum(len(block.failures) for block in rest)
         causes = f"{len(rest)} more {'cause' if len(rest) == 1 else 'causes'}"
@@ -141,4 +141,4 @@ def show_kills(lines: Sequence[Kill], write: Print) -> None:
     if judged := kills.judged(lines):
         write(kills.table(judged).titled(""))
     for kill in kills.survivors(lines):
-        write(Text(printable(f"SURVIVES {kill.name}: {kill.why_not}"), style="red"))
+        write(Text(shown(f"SURVIVES {kill.name}: {kill.why_not}"), style="red"))

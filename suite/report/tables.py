@@ -86,7 +86,7 @@ def share(error: float, bound: float) -> float:
 
 
 def _span(worlds: Sequence[int]) -> str:
-    if len(worlds) > 2 and list(worlds) == list(range(worlds[0], worlds[-1] + 1)):
+    if len(worlds) > 2 and worlds[-1] - worlds[0] == len(worlds) - 1:
         return f"{worlds[0]}-{worlds[-1]}"
     return ", ".join(map(str, worlds))
 

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 FOLDER = "records"
 _META = b"shardproof"
-#: Bytes that a record may unpack to, and those of its widest value that is no text.
-MOST_UNPACKED, _WIDEST = 2 << 30, 16
+#: Bytes that a record may unpack to, at most and for each of its own (real ones: up to 41), and
+#: those of its widest value that is no text.
+MOST_UNPACKED, _MOST_RATIO, _GRACE, _WIDEST = 2 << 30, 500, 16 << 20, 16
 #: Section -> its columns; one without a type holds text.
 _COLUMNS: dict[str, dict[str, str]] = {
     section: dict(
@@ -154,19 +155,20 @@ def read_table(path: Path, columns: Collection[str] = ()) -> pa.Table:
 
     Some hundred bytes may stand for any number of equal values: counted before they are unpacked.
 
-    :raises ValueError: it would unpack to more than :data:`MOST_UNPACKED`.
+    :raises ValueError: it would unpack to more than any record of its size.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     with open_input(path) as stream:
+        most = min(MOST_UNPACKED, _GRACE + _MOST_RATIO * os.fstat(stream.fileno()).st_size)
         plain = pq.ParquetFile(stream)
         schema = plain.schema_arrow  # made anew whenever it is asked for
         groups = map(plain.metadata.row_group, range(plain.metadata.num_row_groups))
         parts = [g.column(n) for g in groups for n in range(g.num_columns)]
         size = sum(part.num_values * _WIDEST + part.total_uncompressed_size for part in parts)
-        _bounded(size)
+        _bounded(size, most)
         texts = [f.name for f in schema if f.type in (pa.string(), pa.binary())]
         chosen = [n for n in schema.names if not columns or n in columns]
         # Each text once, with the number of its place: so the size of all can be told.
@@ -175,12 +177,12 @@ def read_table(path: Path, columns: Collection[str] = ()) -> pa.Table:
         for chunk in column.chunks:
             lengths = pc.cast(pc.binary_length(chunk.dictionary), pa.int64())
             size += pc.sum(lengths.take(chunk.indices)).as_py() or 0
-    _bounded(size)
+    _bounded(size, most)
     return table.cast(pa.schema([schema.field(name) for name in chosen], schema.metadata))
 
 
-def _bounded(size: int) -> None:
-    if size > MOST_UNPACKED:
+def _bounded(size: int, most: int) -> None:
+    if size > most:
         raise ValueError(f"it would unpack to {size:,} bytes, more than any record has")
 
 

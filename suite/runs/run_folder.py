@@ -55,7 +55,8 @@ from shardproof.runs.header import (
     PartOf,
     read_header,
 )
-from shardproof.runs.records import Manifest, append_line, require_inside, write
+from shardproof.runs.records import FOLDER as RECORDS
+from shardproof.runs.records import LeadsOut, Manifest, append_line, require_inside, write
 from shardproof.runs.shard import Cut, Shard
 from shardproof.wings import LineKind, line_kinds
 
@@ -196,6 +197,7 @@ class RunFolder:
     def __init__(self, path: Path, command: Sequence[str]) -> None:
         self.path, self._lines = path, path / LINES
         path.mkdir(parents=True, exist_ok=True)
+        _require_no_links(path)
         self._lock = self._locked()
         try:
             self._begin(command)
@@ -305,6 +307,14 @@ class RunFolder:
             self._invocation.key = comparison_key(cases)
         self._plan_more(new)
         self._write_header()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether ``run --resume`` can go on with this: it runs cases, and their plan was kept."""
+        one = self._invocation
+        if one.kills or one.benches or one.reproduces or not one.planned:
+            return False
+        return read_plans(self.path).keys() >= set(one.planned)
 
     def _plan_more(self, cases: Iterable[str]) -> None:
         file = self.path / _PLAN
@@ -428,6 +438,15 @@ class RunFolder:
         lines, listed = content[:whole].splitlines(), self._manifest.read()
         if lines and listed and (LINES, len(lines)) not in listed:
             self._manifest.seal(LINES, hashlib.sha256(lines[-1]).hexdigest(), len(lines))
+
+
+def _require_no_links(path: Path) -> None:
+    """:raises LeadsOut: a run that is written leads elsewhere, where nothing of it belongs."""
+    for place in (path, path / RECORDS):
+        for file in place.iterdir() if place.is_dir() else ():
+            if file.is_symlink():
+                remedy = "remove it, or take a whole copy: a run is written without links"
+                raise LeadsOut(Problem("is a link", remedy, file=str(file)))
 
 
 def read_plan(path: Path) -> dict[str, Case]:

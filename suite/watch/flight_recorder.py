@@ -8,7 +8,6 @@ class or a function is refused.
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import re
@@ -19,12 +18,13 @@ from typing import Any, NoReturn
 
 from shardproof.backends.errors import name_ranks
 from shardproof.backends.heartbeat import Noted
+from shardproof.files import read_pickle
 from shardproof.launch.autopsy import How, Standing
 from shardproof.watch.calls import place_in_script
 
 _FILE = re.compile(r"^\w*trace_rank_(\d+)(\.json)?$")
 #: A dump of the default 2,000 calls has 2 MB.
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 64 << 20
 
 
 class _Plain(pickle.Unpickler):
@@ -64,7 +64,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"larger than {_MOST_BYTES >> 20} MiB")
         data = path.read_bytes()
-        plain = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
+        plain = json.loads(data) if data[:1] == b"{" else read_pickle(data, _Plain)
         entries = plain["entries"]
         if not all(isinstance(entry["profiling_name"], str) for entry in entries):
             raise ValueError("calls without names")

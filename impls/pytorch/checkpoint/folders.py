@@ -24,8 +24,8 @@ def committed(root: Path) -> list[Path]:
 
 
 def is_committed(path: Path) -> bool:
-    """Whether ``path`` is a checkpoint."""
-    return any((path / name).is_file() for name in (DCP, FULL))
+    """Whether ``path`` is a checkpoint; a link, which may lead anywhere, is none."""
+    return not path.is_symlink() and any((path / name).is_file() for name in (DCP, FULL))
 
 
 def find(path: Path) -> Path:
@@ -59,4 +59,4 @@ def holds_dcp(path: Path) -> bool:
     if not path.is_dir():
         return False
     inside = (one for one in path.iterdir() if _NAME.fullmatch(one.name))
-    return any((one / DCP).is_file() for one in (path, *inside))
+    return any((one / DCP).is_file() for one in (path, *inside) if not one.is_symlink())

@@ -12,13 +12,13 @@ what they are given; whatever else is named is refused, and so is a file that is
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardproof.files import read_pickle
 from shardproof.impls.reference.checkpoint.errors import TAKE_ANOTHER, CheckpointError
 
 #: A chunk takes about 200 bytes of it; what is made of a byte can take 60.
@@ -110,7 +110,7 @@ def read(data: bytes, file: Path) -> dict[str, Stored]:
     :raises CheckpointError: no such file, or one that names anything that could be carried out.
     """
     try:
-        found = _Reader(io.BytesIO(data)).load()
+        found = read_pickle(data, _Reader)
         tensors, places = _plain(found["state_dict_metadata"]), _plain(found["storage_data"])
         lies = {_index(index): _place(where) for index, where in places.items()}
         return {_text(key): _stored(_text(key), one, lies) for key, one in tensors.items()}

@@ -71,8 +71,9 @@ def named(path: Path) -> Found | None:
 
 
 def folders(root: Path) -> list[Found]:
-    """What stands in ``root``, the last save first."""
-    found = [one for path in root.iterdir() if (one := named(path)) and path.is_dir()]
+    """What stands in ``root``, the last save first; links, which may lead anywhere, are none."""
+    own = (path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    found = [one for path in own if (one := named(path))]
     return sorted(found, key=lambda one: (one.number, one.path.name), reverse=True)
 
 

@@ -297,6 +297,9 @@ def find(path: Path) -> Path:
     if not path.is_dir():
         raise NotCommitted(path, "is no folder", "name a checkpoint, or the folder of several")
     if (path / MANIFEST).exists():
+        if path.is_symlink():
+            remedy = "name the folder that it leads to"
+            raise NotCommitted(path, "is a link, which is not followed", remedy)
         return path
     try:
         folder = newest(path)
