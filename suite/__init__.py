@@ -5,13 +5,16 @@ from __future__ import annotations
 if __name__ != "shardproof":  # one name for one module: it would be loaded a second time
     raise ImportError("the package is called shardproof: write `import shardproof`")
 
-from typing import TYPE_CHECKING, Any
+# As of typing, whose import takes longer than all that comes before Ctrl-C is heard.
+TYPE_CHECKING = False
 
 #: Results of different versions are not compared.
 VERSION = "0.1.0"
 __version__ = VERSION
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from shardproof.commands.prove import prove
     from shardproof.workloads.own import OwnWorkload
 

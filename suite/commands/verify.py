@@ -34,7 +34,7 @@ from shardproof.wings import LineKind, wings_of
 #: What must come out again; the rest is time and names of files.
 _JUDGED = (
     *("verdict", "reason", "checks", "worst_error", "bound", "bytes_sent", "bytes_expected"),
-    *("depth", "loss_factor", "seen"),
+    *("depth", "loss_factor"),
 )
 
 
@@ -167,7 +167,8 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
         return
     if (result.data or "") != account.data_digest:
         yield f"{path / name}: {result.id}: cases.jsonl names another data set"
-    for key in _JUDGED:
+    # What only calls tells its events by records that are not kept.
+    for key in (*_JUDGED, *(["seen"] if account.case.steps else [])):
         if again.get(key) != line.get(key):
             if unknown := _unknown_strategy(account):
                 yield f"{path / name}: {result.id}: {unknown}"

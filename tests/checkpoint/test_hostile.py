@@ -18,6 +18,7 @@ from shardproof.impls.reference.checkpoint.errors import CheckpointError, NotCom
 from shardproof.impls.reference.checkpoint.manifest import INDEX, MANIFEST
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
 from shardproof.impls.reference.checkpoint.reading.guarded_json import SEAL
+from shardproof.impls.reference.checkpoint.root import folders, newest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Fields = dict[str, Any]
@@ -125,6 +126,21 @@ def test_links_pipes_and_folders_are_not_followed(folder: Path) -> None:
     file.unlink()
     file.mkdir()
     assert "is no regular file" in refused(folder, file.name)
+
+
+def test_a_checkpoint_that_is_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    """Neither when it is read, nor when a save tidies up what killed ones left."""
+    root = tmp_path / "root"
+    root.mkdir()
+    moved = folder.rename(tmp_path / folder.name)
+    (root / folder.name).symlink_to(moved)
+    assert folders(root) == [] and newest(root) is None
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        Checkpoint.open(root)
+    with pytest.raises(CheckpointError, match="is a link, which is not followed"):
+        Checkpoint.open(root / folder.name)
+    (tmp_path / "linked").symlink_to(tmp_path)  # the root may be one
+    Checkpoint.open(tmp_path / "linked" / folder.name).close()
 
 
 def first(fields: Fields) -> Fields:

@@ -20,7 +20,13 @@ from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.commands import console as module
-from shardproof.commands.console import FaultProgress, Progress
+from shardproof.commands.console import (
+    FaultProgress,
+    Progress,
+    echo,
+    make_console,
+    print_line,
+)
 
 
 def cases(count: int, name: str = "mine:Mine") -> list[Case]:
@@ -151,3 +157,25 @@ def test_standard_streams_may_be_closed(tmp_path: Path, closed: str) -> None:
         ["bash", "-c", f"{words} {closed}"], cwd=ROOT, stderr=subprocess.PIPE, check=False
     )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("::error file=x::mine", ":\\:error file=x::mine"),
+        ("fail\n   \t ::stop-commands::x", "fail\n   \t :\\:stop-commands::x"),
+        ("\u3000::add-mask::x", "\u3000:\\:add-mask::x"),
+        ("done ##[error]mine", "done #\\#[error]mine"),
+        ("##vso[task.complete]", "#\\#vso[task.complete]"),
+        ("ddp-gpt::reference/ddp", "ddp-gpt::reference/ddp"),
+        ("## Heading [1]", "## Heading [1]"),
+    ],
+)
+def test_what_others_wrote_is_no_command_of_a_runner(
+    text: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runners of GitHub trim blanks before they look; those of Azure look anywhere."""
+    print_line(make_console(), text)
+    echo(text)
+    echo(text, raw=True)
+    assert capsys.readouterr().out == f"{told}\n{told}\n{text}\n"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import synthetic
 from commands import shardproof
 from rich.console import Console
 from small_disk import remount, small_disk
@@ -144,22 +145,28 @@ def test_a_disk_that_becomes_read_only(tmp_path: Path, command: Any, played: lis
     [(errno.ENOSPC, "make room"), (errno.EROFS, "let it be written")],
     ids=["full", "read-only"],
 )
+@pytest.mark.parametrize("is_planned", [True, False])
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_a_folder_that_goes_is_not_named_to_go_on_with(
-    tmp_path: Path, is_kept: bool, number: int, mend: str
+def test_what_goes_or_has_no_plan_is_not_named_to_go_on_with(
+    tmp_path: Path, is_kept: bool, is_planned: bool, number: int, mend: str
 ) -> None:
     def body(_: object) -> int:
         raise OSError(number, os.strerror(number), str(tmp_path / "cases.jsonl"))
 
     console = Console(file=io.StringIO(), width=200)
     with RunFolder(tmp_path, []) as folder:
+        if is_planned:
+            folder.plan(folder.bind([synthetic.case(0)]))
         code = supervised(folder, console, body, is_kept=is_kept)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert code == verdicts.BAD_INPUT
     assert f"{tmp_path / 'cases.jsonl'}: {os.strerror(number)} - " in told and mend in told, told
-    for words in ("what was written is kept", "--resume", "evidence: "):
+    for words in ("what was written is kept", "evidence: "):
         assert (words in told) == is_kept, told
-    assert (f"nothing is kept; {mend}, then run it again" in told) != is_kept, told
+    goes_on = is_kept and is_planned
+    assert ("--resume" in told) == goes_on, told
+    kept = "what was written" if is_kept else "nothing"
+    assert (f"{kept} is kept; {mend}, then run it again" in told) != goes_on, told
 
 
 def test_standard_output_may_be_full() -> None:

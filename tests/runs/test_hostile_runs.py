@@ -204,3 +204,45 @@ def test_a_pipe_among_locks_is_swept(tmp_path: Path) -> None:
     folder.mkdir()
     os.mkfifo(folder / workspace.LOCK)
     assert workspace.sweep(tmp_path) == [folder]
+
+
+@pytest.mark.parametrize(
+    "name", ["report.md", "records/link.parquet", "cases.jsonl", "manifest.jsonl", "junit.xml"]
+)
+def test_nothing_is_written_through_a_link(
+    command: Any, run: Path, tmp_path: Path, name: str
+) -> None:
+    """Neither one that the manifest lists nor one that it does not."""
+    outside = tmp_path / "outside"
+    path = run / name
+    if path.exists():
+        path.rename(outside)
+    else:
+        outside.write_text("mine")
+    before = outside.read_bytes()
+    path.symlink_to(outside)
+    for words in (["run", "--resume", "--results"], ["run", "ddp-gpt", "--results"]):
+        code, _, err = command(*words, str(run))
+        assert code == 2 and outside.read_bytes() == before, err
+    assert f"{path}: is a link - " in err
+
+
+@pytest.mark.parametrize("command_line", [["run", "ddp-gpt"], ["mutants"], ["bench", "ddp"]])
+def test_a_folder_whose_name_is_no_text_is_refused_at_once(
+    command: Any, tmp_path: Path, command_line: list[str]
+) -> None:
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/r\xff")
+    code, out, err = command(*command_line, "--results", name)
+    assert code == 2 and "no name in UTF-8" in err, out + err
+    assert not os.path.exists(name)  # noqa: PTH110 - as bytes
+
+
+@pytest.mark.parametrize("words", [["report"], ["compare", "--save", "base.json"]])
+def test_a_run_without_its_manifest_is_not_shown(
+    command: Any, run: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (run / Manifest.NAME).unlink()
+    code, _, err = command(words[0], str(run), *words[1:])
+    assert code == 2 and "no manifest, so nothing shows that the run is unchanged" in err, err
+    assert not (tmp_path / "base.json").exists()
