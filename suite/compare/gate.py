@@ -348,9 +348,6 @@ class _Judge:
             rule: Rule = "not needed"
             message = ""
             place = self.file.file, self.file.line(["xfails", index])
-            if len(matched) == len(self.after.results) > 1:
-                wide = f"matches all {len(matched)} results, excuses {failing}: narrow the pattern"
-                yield GateFinding(state, "too wide", entry.cases, wide, *place)
             if passing:
                 state = "breaks" if entry.strict else "reported"
                 message = f"all {passing} cases pass: remove the expected failure"
@@ -359,6 +356,9 @@ class _Judge:
             elif failing and entry.until < self.today and index not in self.broken:
                 rule = "expired"
                 message = f"expired on {entry.until}, and nothing breaks for it: remove it"
+            elif len(matched) == len(self.after.results) > 1:
+                rule = "too wide"
+                message = f"matches all {len(matched)} results, excuses {failing}: narrow it"
             elif not matched:
                 message = self._excuses_nothing(entry)
             if message:

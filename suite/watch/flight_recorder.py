@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from shardproof.backends.errors import name_ranks
 from shardproof.backends.heartbeat import Noted
-from shardproof.files import read_pickle
 from shardproof.launch.autopsy import How, Standing
+from shardproof.registry.pickles import read_pickle
 from shardproof.watch.calls import place_in_script
 
 _FILE = re.compile(r"^\w*trace_rank_(\d+)(\.json)?$")

@@ -178,4 +178,4 @@ def test_what_others_wrote_is_no_command_of_a_runner(
     print_line(make_console(), text)
     echo(text)
     echo(text, raw=True)
-    assert capsys.readouterr().out == f"{told}\n{told}\n{text}\n"
+    assert capsys.readouterr().out.expandtabs() == f"{told}\n{told}\n{text}\n".expandtabs()

@@ -172,10 +172,10 @@ def test_one_that_nothing_needs_is_told(gate: Judge) -> None:
 
 
 def test_one_that_matches_everything_says_so(gate: Judge) -> None:
-    lines = [made.result(made.case(n), n, "fail" if n else "pass") for n in range(3)]
+    lines = [made.result(made.case(n), n, "fail") for n in range(3)]
     wide = EXPECTED.replace("ddp-gpt0::*", "*gpt0*")
     [finding] = [f for f in gate(lines, lines, wide, on="2026-11-22").findings if "wide" in f.rule]
-    assert finding.message == "matches all 3 results, excuses 2: narrow the pattern"
+    assert finding.message == "matches all 3 results, excuses 3: narrow it"
     assert finding.line == 2
     assert all("wide" not in f.rule for f in gate(lines, lines, EXPECTED).findings)
 
@@ -459,7 +459,7 @@ def test_a_fault_that_was_not_planted_is_missed(gate: Judge) -> None:
         ("xfails:\n  - {cases: '*::*', reason: bug, until: 2027-01-01}\n", 2, "names no case"),
         ("xfails:\n  - {cases: '[a-z]*', reason: bug, until: 2027-01-01}\n", 2, "names no case"),
         ("xfails:\n  - {cases: '*d*', reason: bug, until: 2027-01-01}\n", 2, "names no case"),
-        ("xfails:\n  - {cases: '*[dgpt]*d?::*', reason: a, until: 2027-01-01}\n", 2, "no case"),
+        ("xfails:\n  - {cases: '*[a-z]pt*', reason: bug, until: 2027-01-01}\n", 2, "names no case"),
         ("xfails:\n  - cases: 'ddp*'\n    reason: ''\n    until: 2027-02-01\n", 3, "reason"),
         (
             "figures:\n  allow:\n    - cases: 'ddp*'\n      reason: why\n      until: never\n",

@@ -16,8 +16,9 @@ from synthetic_run import write_run
 
 from shardproof import files
 from shardproof.case import Case
-from shardproof.files import read_input, read_pickle
+from shardproof.files import read_input
 from shardproof.impls.pytorch.checkpoint import metadata
+from shardproof.impls.pytorch.checkpoint.plain_pickle import read_pickle
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
 from shardproof.watch import flight_recorder
 

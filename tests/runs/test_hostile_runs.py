@@ -227,7 +227,9 @@ def test_nothing_is_written_through_a_link(
     assert f"{path}: is a link - " in err
 
 
-@pytest.mark.parametrize("command_line", [["run", "ddp-gpt"], ["mutants"], ["bench", "ddp"]])
+@pytest.mark.parametrize(
+    "command_line", [["run", "ddp-gpt"], ["mutants"], ["bench", "data-parallel"]]
+)
 def test_a_folder_whose_name_is_no_text_is_refused_at_once(
     command: Any, tmp_path: Path, command_line: list[str]
 ) -> None:

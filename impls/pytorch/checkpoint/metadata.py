@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardproof.files import read_pickle
+from shardproof.impls.pytorch.checkpoint.plain_pickle import read_pickle
 from shardproof.impls.reference.checkpoint.errors import TAKE_ANOTHER, CheckpointError
 
 #: A chunk takes about 200 bytes of it; what is made of a byte can take 60.

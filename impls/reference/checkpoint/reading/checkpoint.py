@@ -298,8 +298,7 @@ def find(path: Path) -> Path:
         raise NotCommitted(path, "is no folder", "name a checkpoint, or the folder of several")
     if (path / MANIFEST).exists():
         if path.is_symlink():
-            remedy = "name the folder that it leads to"
-            raise NotCommitted(path, "is a link, which is not followed", remedy)
+            raise NotCommitted(path, "is a link, which is not followed", TAKE_ANOTHER)
         return path
     try:
         folder = newest(path)
