@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import gc
-import io
 import json
 import math
 import os
