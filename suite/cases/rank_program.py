@@ -89,8 +89,8 @@ class _Rank:
 
     def run(self) -> RankRecord:
         """Drive the implementation and record what it holds at every observation."""
-        own = {"node": node_here(), "seal": self.case.seal}
-        record = RankRecord(self.rank, cores(), self.declaration, **own)
+        record = RankRecord(self.rank, cores(), self.declaration, node=node_here())
+        record.seal = self.case.seal
         record.stands_for = BACKENDS[self.case.backend].ranks(self.case.world)[self.rank]
         with self.memory or nullcontext():
             self._run(record)

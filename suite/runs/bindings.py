@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks import OF_UNTRAINED
-from shardproof.checks.results import CaseResult
+from shardproof.checks.results import CaseResult, Kill
 from shardproof.costs import ModelFacts
 from shardproof.evidence.account import Account
 from shardproof.files import standard
@@ -99,7 +99,8 @@ def unbound(run: Run) -> Iterator[str]:
 def _planted(run: Run) -> Iterator[str]:
     """Lines of planted faults that are none."""
     random = random_kills.read(run.path)
-    faults = [*run.kills, *(random.faults if random else ())]
+    faults: list[Kill | random_kills.RandomKill] = [*run.kills]
+    faults += random.faults if random else ()
     known = {f"mutants/{one.name}" for one in faults} | {one.parent for one in faults}
     for result in run.mutant_cases:
         by = run.invocation_of(result.case)

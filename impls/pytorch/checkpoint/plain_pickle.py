@@ -18,7 +18,8 @@ def read_pickle(data: bytes, reader: type[pickle.Unpickler]) -> Any:
     """
     # The C reader reserves what an opcode claims; this one reads it first.
     for number, (code, value, _) in enumerate(pickletools.genops(data)):
-        if code.name.endswith("PUT") and not 0 <= value <= number:
+        named = isinstance(value, int) and 0 <= value <= number
+        if code.name.endswith("PUT") and not named:
             raise ValueError(f"{code.name} of place {value}, which no pickle has there")
     found = reader(io.BytesIO(data)).load()
     if _unfolded(found, most := _MOST_UNFOLDED * (len(data) + 256)) > most:
