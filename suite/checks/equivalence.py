@@ -35,7 +35,8 @@ from shardproof.checks.causes.buffers import of_buffers
 from shardproof.checks.causes.fits import some
 from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_gradients
 from shardproof.checks.causes.scalars import of_loss
-from shardproof.checks.causes.state import of_start
+from shardproof.checks.causes.state import initial as initial_state
+from shardproof.checks.causes.state import of_buffers_at_start, of_start
 from shardproof.checks.causes.updates import of_update
 from shardproof.checks.numbers import FP64_BOUND, Compare, Comparison, Differs, Lacking, Moment
 from shardproof.checks.one_update import (
@@ -50,6 +51,7 @@ from shardproof.costs.expression import FormulaError, evaluate
 from shardproof.costs.stages import DESCENDING, schedule_name, stages_of
 from shardproof.evidence.assembled import Assembled, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
+from shardproof.workloads import for_case
 
 NEEDS: Needs = ("values", "every rank")
 
@@ -89,6 +91,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         # First of all: with other initial values everything that follows differs, too.
         with _told(partial(of_start, evidence, state, initial)):
             _compare_all(evidence, state, initial, numbers.bitwise, rows, -1, "initial parameters")
+        _initial_buffers(evidence, rows)
         if evidence.declaration.oracle == "replay":
             _replayed(evidence, rows)
         else:
@@ -97,6 +100,19 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     except Differs as failure:
         rows.append(ComparisonRow(problem=str(failure)))
     return rows
+
+
+def _initial_buffers(evidence: Evidence, rows: Rows) -> None:
+    """After ``setup`` every rank holds the initial buffers, where anything is promised of them."""
+    if evidence.declaration.buffers == "none":
+        return
+    state, given = evidence.initial("buffers"), for_case(evidence.case).state()
+    moment = Moment(rows, -1, "initial buffers", "differs from the value given")
+    for rank, piece, want in initial_state(evidence, "buffers", given):
+        moment.note(numbers.bitwise(piece.tensor, want), piece.name, f"rank {rank}", [rank])
+    start = partial(of_start, evidence, state, given, "buffers")
+    with _told(lambda: start() or of_buffers_at_start(evidence)):
+        moment.end(evidence.case.world)
 
 
 def compare_steps(evidence: Evidence, rows: list[ComparisonRow], buffers: bool = True) -> None:
@@ -435,7 +451,9 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
             continue
         loss /= factor
         if not math.isfinite(loss):
-            raise Differs(f"step {step}: the loss of rank {rank} is {loss}")
+            of_start = causes.told(partial(of_buffers_at_start, evidence)) if not step else ""
+            told = f"step {step}: the loss of rank {rank} is {loss}"
+            raise Differs(": ".join(filter(None, (of_start, told))))
         known = shares.setdefault(coordinate, loss)
         if abs(known - loss) > bound * abs(truth):
             raise Differs(

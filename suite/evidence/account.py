@@ -130,7 +130,7 @@ def whole_tensors(evidence: Evidence, step: int, phase: str, name: str) -> list[
 def _place(step: int, phase: str) -> tuple[int, str, str] | None:
     """Where the tensors of a check's ``phase`` were observed; ``None``: it is about a number."""
     if step < 0:
-        return -1, "initial", "parameters"
+        return -1, "initial", phase.split()[-1]
     if phase in ("gradients_final", "after_clip"):
         return step, phase, "gradients"
     if phase.startswith("drained "):
@@ -142,9 +142,11 @@ def _place(step: int, phase: str) -> tuple[int, str, str] | None:
 
 def _truth(truth: Truth, step: int, point: str, kind: str) -> Tensors:
     """The oracle's tensors of that moment; empty: it has none."""
+    if kind == "buffers":
+        return {}
     if point in ("initial", "final"):
         return truth.initial if point == "initial" else truth.final
-    if kind == "buffers" or step >= len(truth.steps):
+    if step >= len(truth.steps):
         return {}
     shown = "clipped" if point == "after_clip" else kind
     tensors: Tensors | None = getattr(truth.steps[step], shown)

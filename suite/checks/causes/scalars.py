@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from shardproof import axes
-from shardproof.backends.errors import name_ranks
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import some
+from shardproof.checks.causes.state import of_buffers_at_start
 from shardproof.contract import Batch, Piece
 from shardproof.evidence.assembled import Evidence
-from shardproof.evidence.held import part
 from shardproof.oracle import training
 from shardproof.workloads import for_case
 
@@ -136,17 +135,9 @@ class _Losses:
 
     def _of_held(self) -> str:
         """A sentence on a loss that is right for a state that is wrong."""
-        given = for_case(self.evidence.case).state() if self.step == 0 else {}
-        wrong: dict[str, list[int]] = {}
-        for rank, own in fits.pieces(self.evidence, -1, "", "buffers") if given else ():
-            for piece in own:
-                want = given.get(piece.name)
-                if want is not None and not fits.same(piece.tensor, part(piece, want)):
-                    wrong.setdefault(piece.name, []).append(rank)
-        if wrong:
-            who = name_ranks(sorted({rank for ranks in wrong.values() for rank in ranks}))
-            return f"{some([*wrong])} on {who} differs from the initial value of the buffer"
-        return f"the loss is that of the state that is held before step {self.step}: that is wrong"
+        wrong = of_buffers_at_start(self.evidence) if self.step == 0 else ""
+        held = f"the loss is that of the state that is held before step {self.step}"
+        return wrong or f"{held}: that is wrong"
 
     def of_evaluation(self) -> Tries:
         """In training mode, with other weights or with other parameters."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from shardproof.backends.errors import name_ranks
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, some
 from shardproof.checks.causes.gradients import same_elements
 from shardproof.checks.numbers import bitwise
 from shardproof.checks.one_update import MASTER, Update
 from shardproof.checks.two_runs import both
-from shardproof.contract import Piece
+from shardproof.contract import Kind, Piece
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.evidence.held import part
 from shardproof.tensor_bytes import dtype_name
@@ -37,24 +39,48 @@ NOUNS: Mapping[str, Sequence[tuple[str, Callable[[str], bool]]]] = {
 # ----------------------------------------------------------------------------------- after set-up
 
 
-def of_start(evidence: Evidence, state: Assembled, truth: Tensors) -> str:
-    """A sentence on parameters after ``setup``; empty: nothing explains them."""
+def initial(evidence: Evidence, kind: Kind, truth: Tensors) -> Iterator[tuple[int, Piece, Tensor]]:
+    """What each rank must hold of ``kind`` after ``setup``: its piece, and the right one.
+
+    Where each step begins with the buffers of rank 0, only those of its data coordinate count.
+    """
+    is_sent = kind == "buffers" and evidence.declaration.buffers == "rank0"
+    for rank, own in fits.pieces(evidence, -1, "", kind):
+        if not (is_sent and evidence.data_coordinate.get(rank)):
+            for piece in (p for p in own if p.name in truth and p.tensor.numel()):
+                # Mixed precision may hold it in another dtype than it is built in.
+                yield rank, piece, part(piece, truth[piece.name]).to(piece.tensor.dtype)
+
+
+def of_buffers_at_start(evidence: Evidence) -> str:
+    """A sentence that names initial buffers that are not those given; empty: all are."""
+    wrong: dict[str, list[int]] = {}
+    for rank, piece, want in initial(evidence, "buffers", for_case(evidence.case).state()):
+        if not bitwise(piece.tensor, want).ok:
+            wrong.setdefault(piece.name, []).append(rank)
+    ranks = sorted({rank for own in wrong.values() for rank in own})
+    them = "is not the initial value" if len(wrong) == 1 else "are not the initial values"
+    return f"the buffer {some([*wrong])} on {name_ranks(ranks)} {them}" if wrong else ""
+
+
+def of_start(
+    evidence: Evidence, state: Assembled, truth: Tensors, kind: Kind = "parameters"
+) -> str:
+    """A sentence on what is held of ``kind`` after ``setup``; empty: nothing explains it."""
     wrong: dict[int, list[Piece]] = {}
     places: dict[str, list[tuple[int, Piece]]] = {}
-    for rank, own in fits.pieces(evidence, -1, "", "parameters"):
-        for piece in own:
-            if piece.name in truth and piece.tensor.numel():
-                places.setdefault(piece.name, []).append((rank, piece))
-                if not fits.same(piece.tensor, part(piece, truth[piece.name])):
-                    wrong.setdefault(rank, []).append(piece)
-    if wrong and _is_updated(evidence, wrong):
+    for rank, piece, want in initial(evidence, kind, truth):
+        places.setdefault(piece.name, []).append((rank, piece))
+        if not bitwise(piece.tensor, want).ok:
+            wrong.setdefault(rank, []).append(piece)
+    if wrong and kind == "parameters" and _is_updated(evidence, wrong):
         return "an update with gradients of zero was made before the first step"
     for rank, bad in wrong.items():
         names = list(dict.fromkeys(piece.name for piece in bad))
         # Rank 0 is asked once: its own builder is that of rank 0.
         for source in dict.fromkeys((rank, 0)):
             built = _built(evidence, source)
-            if all(fits.same(p.tensor, part(p, built[p.name])) for p in bad):
+            if all(p.name in built and fits.same(p.tensor, part(p, built[p.name])) for p in bad):
                 who = "itself" if source == rank else f"on rank {source}"
                 built_by = f"the values that were built {who}"
                 return f"rank {rank} starts {some(names)} from {built_by}, not from those given"
@@ -97,10 +123,11 @@ def _is_updated(evidence: Evidence, wrong: Mapping[int, list[Piece]]) -> bool:
 
 
 def _built(evidence: Evidence, rank: int) -> dict[str, Tensor]:
-    """Parameters as the builder of ``rank`` made them."""
+    """Parameters and buffers as the builder of ``rank`` made them."""
     coordinate = evidence.data_coordinate.get(rank, 0)
     module = for_case(evidence.case).build_for(rank, coordinate)()
-    return {name: p.detach() for name, p in module.named_parameters()}
+    named = chain(module.named_parameters(), module.named_buffers())
+    return {name: tensor.detach() for name, tensor in named}
 
 
 # ----------------------------------------------------------------------------------- after a load
