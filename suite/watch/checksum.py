@@ -147,6 +147,13 @@ def of_parameters(tracked: Sequence[Tracked]) -> Sums:
     return _sums([local(one.parameter) for one in tracked])
 
 
+def of_tables(tables: Sequence[Tracked]) -> list[int]:
+    """Checksums of buffers; 0 for one that is gone or has no plain elements."""
+    there = (dense(one.reference()) for one in tables)
+    # Each by itself: a checksum depends on how many tensors are asked for at once.
+    return [0 if tensor is None else checksums([tensor])[0] for tensor in there]
+
+
 def of_gradients(tracked: Sequence[Tracked]) -> Sums:
     """Parameters without a gradient have the checksum of nothing; so have sparse ones."""
     return _sums([dense(one.parameter.grad) for one in tracked])

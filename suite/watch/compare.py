@@ -38,6 +38,8 @@ SHARE = 0.025
 FIRST = 3
 #: Names in one sentence.
 NAMED = 3
+#: Comparisons over which a buffer is the same, so that it counts as a constant table.
+STEADY = 3
 #: Most replica sets of one optimizer.
 CLASSES = 4
 
@@ -45,10 +47,12 @@ CLASSES = 4
 LAST = "what the last step left"
 _STEP, _END = 1, 2
 _TYPE, _NUMBER, _AT, _COST, _TIME, _COUNT, _SIGNATURE, _FORM, _HYPER, _OPTIMIZERS, _GONE = range(11)
-_CALLS = 11
-_CLASS = 12
+_CALLS, _TABLES = 11, 12
+_CLASS = 13
 #: What is compared of each replica set, in causal order, as it stands in a row after the set's key.
-KINDS: tuple[Kind, ...] = ("initial parameters", "gradients", "optimizer state", "parameters")
+KINDS: tuple[Kind, ...] = (
+    *("initial parameters", "buffers", "gradients", "optimizer state", "parameters"),
+)
 _ROW = _CLASS + CLASSES * (1 + len(KINDS))
 #: Where in a row each set begins.
 _STARTS = range(_CLASS, _ROW, 1 + len(KINDS))
@@ -89,7 +93,8 @@ class Compared:
         self._sums: dict[Kind, list[int]] = {}
         self._hyper: list[dict[str, str]] = []
         self._classes: list[tuple[int, ...]] = []
-        self._members: list[list[int]] = []
+        #: Checksums of buffers by compared step, up to :data:`STEADY`; 0: a step has changed it.
+        self._tables: list[list[int]] = []
         self._equal: dict[Kind, int] = {}
         self._told: set[Kind] = set()
         self._parted = False
@@ -211,10 +216,7 @@ class Compared:
         beyond = [one.name for one in found.tracked if one.replicas in sets[CLASSES:]]
         found.not_compared |= dict.fromkeys(beyond, f"more than {CLASSES} sets of replicas")
         found.tracked = [one for one in found.tracked if one.replicas in self._classes]
-        self._members = [
-            [n for n, one in enumerate(found.tracked) if one.replicas == ranks]
-            for ranks in self._classes
-        ]
+        self._tables = []
         self.seen.tracked = len(found.tracked)
         self.seen.tracked_bytes = sum(local(one.parameter).nbytes for one in found.tracked)
         sparse = [f"gradient of {one.name}" for one in found.tracked if is_sparse(one)]
@@ -227,6 +229,16 @@ class Compared:
             self.seen.not_compared.pop("optimizer state", None)
         elif self.found.tracked:
             self.seen.not_compared["optimizer state"] = "the optimizer shows none"
+
+    def _keep_tables(self) -> None:
+        """Batch norms keep statistics of each rank's own: only what no step changes is compared."""
+        self._sums.pop("buffers", None)
+        sums = checksum.of_tables(self.found.tables)
+        kept = self._tables[-1] if self._tables else sums
+        same = [now if now == was else 0 for now, was in zip(sums, kept, strict=True)]
+        self._tables = [*self._tables, same][-STEADY:]
+        if len(self._tables) == STEADY and any(same):
+            self._sums["buffers"] = same
 
     def _finite(self, what: str, tensors: Sequence[torch.Tensor | None]) -> None:
         number = checksum.not_finite(tensors) if "non-finite" not in self._told else None
@@ -242,6 +254,7 @@ class Compared:
         state, form = checksum.of_state(optimizer, tracked)
         if not self._has_forms:  # told once
             self._keep_state(state)
+        self._keep_tables()
         self._finite("parameter", [checksum.dense(one.parameter) for one in tracked])
         if "non-finite" not in self._told:
             self._equal["non-finite"] = self.seen.steps
@@ -250,15 +263,23 @@ class Compared:
         row[_COST] = int(1e6 * (self._cost if self.seen.steps > 2 else self._spent))
         row[_TIME] = int(1e6 * statistics.median(self._times)) if self._times else 0
         self.seen.step_seconds = row[_TIME] / 1e6
-        row[_COUNT] = len(tracked)
+        row[_COUNT], row[_TABLES] = len(tracked), len(self.found.tables)
         row[_SIGNATURE], row[_FORM] = checksum.signature(tracked, self._classes), form
         row[_HYPER] = of_text(json.dumps(self._hyper))
-        for start, ranks, members in zip(_STARTS, self._classes, self._members, strict=False):
+        for start, ranks in zip(_STARTS, self._classes, strict=False):
             row[start] = of_text(spans(ranks))
             for offset, name in enumerate(KINDS, start + 1):
                 if sums := self._sums.get(name):
-                    row[offset] = folded(sums[n] for n in members)
+                    row[offset] = folded(sums[n] for n in self._members_of(name, ranks))
         self._send(row)
+
+    def _compared(self, kind: Kind) -> list[Tracked]:
+        """The tensors whose checksums are those of ``kind``."""
+        return self.found.tables if kind == "buffers" else self.found.tracked
+
+    def _members_of(self, kind: Kind, ranks: tuple[int, ...]) -> list[int]:
+        """The numbers of those that ``ranks`` hold alike."""
+        return [n for n, one in enumerate(self._compared(kind)) if one.replicas == ranks]
 
     def _row(self, kind: int, optimizers: int) -> list[int]:
         """A row that says where this rank is, and nothing else yet."""
@@ -406,11 +427,15 @@ class Compared:
         """Exchange checksums of single parameters and say which differ where."""
         assert self._exchange is not None
         self._told.add(kind)
-        count = max(row[_COUNT] for row in table)
+        count = max(max(row[_COUNT], row[_TABLES]) for row in table)
         sums = self._sums.get(kind, [])
         all_sums = self._exchange.all([*sums, *[0] * (count + 1 - len(sums))])
+        if kind == "buffers":
+            # A rank may have grown a table for longer inputs than others had.
+            shapes = [of_text(described(one)) for one in self.found.tables]
+            all_shapes = self._exchange.all([*shapes, *[0] * (count + 1 - len(shapes))])
         mine = table[self.record.rank]
-        for start, members in zip(_STARTS, self._members, strict=False):
+        for start, own in zip(_STARTS, self._classes, strict=False):
             ranks = [rank for rank, row in enumerate(table) if row[start] == mine[start]]
             if len({table[rank][_SIGNATURE] for rank in ranks}) > 1:
                 self._shapes(table, ranks)
@@ -418,19 +443,25 @@ class Compared:
             if kind == "optimizer state" and len({table[r][_FORM] for r in ranks}) > 1:
                 self._forms(table, ranks)
                 continue
+            members = self._members_of(kind, own)
             differ = [n for n in members if len({all_sums[rank][n] for rank in ranks}) > 1]
+            if kind == "buffers":
+                steady = (n for n in differ if all(all_sums[rank][n] for rank in ranks))
+                differ = [n for n in steady if len({all_shapes[rank][n] for rank in ranks}) == 1]
             if differ:
                 self._blame(kind, ranks, differ, all_sums)
         if kind in ("initial parameters", "parameters"):
             self._parted = True
 
     def _blame(self, kind: Kind, ranks: list[int], differ: list[int], all_sums: Table) -> None:
-        tracked = self.found.tracked
+        tracked = self._compared(kind)
         names = some([described(tracked[number]) for number in differ], NAMED)
         values = {rank: all_sums[rank][differ[0]] for rank in ranks}
-        of = f"{len(differ)} of {len(tracked)} parameters"
+        of = f"{len(differ)} of {len(tracked)} {'buffers' if kind == 'buffers' else 'parameters'}"
         when = self._since(kind)
-        if kind == "initial parameters":
+        if kind == "buffers":
+            when = "that no step changes: nothing made them equal"
+        elif kind == "initial parameters":
             when = "before the first step: nothing made them equal"
         elif kind == "gradients" and self._were_equal():
             when += ", while parameters were still equal"

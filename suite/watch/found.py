@@ -5,7 +5,7 @@ them, again when it holds other tensors than before; what has no name there is n
 the optimizer.  Tensors are known weakly: nothing of the script lives longer for being watched.
 Ranks that must hold the same are the *replica set* of a parameter::
 
-    below DistributedDataParallel     the ranks of its group
+    below DistributedDataParallel     the ranks of its group (buffers as well)
     DTensor                           the ranks that its mesh replicates it over
     a plain parameter of a module     all ranks, or those that the user names
     below FullyShardedDataParallel, of DeepSpeed's stage 3, a flat parameter     sharded: none
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ class Found:
     not_compared: dict[str, str] = field(default_factory=dict)
     #: Parameters of the same models that this optimizer does not hold.
     outside: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
+    #: Buffers below wrappers that say which ranks hold the same.
+    tables: list[Tracked] = field(default_factory=list)
     #: Buffers of these models.
     buffers: list[weakref.ref[Tensor]] = field(default_factory=list)
 
@@ -127,7 +130,18 @@ def find(
                 seen.add(id(parameter))
                 found.outside[_short(name)] = weakref.ref(parameter)
         found.buffers += [weakref.ref(buffer) for buffer in root.buffers()]
+        found.tables += _tables(root, replicas)
     return found
+
+
+def _tables(root: nn.Module, replicas: Mapping[int, tuple[int, ...]]) -> list[Tracked]:
+    """Buffers of numbers; integers are often each rank's own: counters, states of generators."""
+    return [
+        Tracked(_short(name), weakref.ref(buffer), tuple(buffer.shape), replicas[id(buffer)], 0)
+        for name, buffer in root.named_buffers()
+        if len(replicas.get(id(buffer), ())) > 1
+        and (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype is torch.bool)
+    ]
 
 
 def _alone(
@@ -220,11 +234,11 @@ def _of_wrappers(
             if ranks is None:
                 continue
             ignored = {*getattr(module, "parameters_to_ignore", ())}
-            for name, parameter in module.named_parameters():
+            for name, tensor in chain(module.named_parameters(), module.named_buffers()):
                 if name.removeprefix("module.") in ignored:
-                    reasons[id(parameter)] = "DDP was told to ignore it"
+                    reasons[id(tensor)] = "DDP was told to ignore it"
                 else:
-                    replicas[id(parameter)] = ranks
+                    replicas[id(tensor)] = ranks
     return reasons, replicas
 
 

@@ -132,7 +132,7 @@ def _stacks(folder: Path, alive: Mapping[int, int]) -> dict[int, tuple[str, bool
 
 #: Gravest cause first: what comes later may follow from it.
 ORDER: Final[tuple[record.Kind, ...]] = (
-    *("hyperparameters", "initial parameters", "collectives", "non-finite", "gradients"),
+    *("hyperparameters", "initial parameters", "buffers", "collectives", "non-finite", "gradients"),
     *("optimizer state", "parameters", "steps", "rank", "shapes", "not compared"),
 )
 #: Kinds that rest on which ranks hold the same.

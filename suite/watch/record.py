@@ -16,6 +16,7 @@ T = TypeVar("T")
 Kind = Literal[
     "hyperparameters",
     "initial parameters",
+    "buffers",
     "non-finite",
     "gradients",
     "optimizer state",

@@ -52,9 +52,7 @@ def test_sound_systems_pass(results: dict[str, CaseResult], case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_wrong_buffer_is_named_with_its_ranks(
-    results: dict[str, CaseResult], name: str
-) -> None:
+def test_a_wrong_buffer_is_named_with_its_ranks(results: dict[str, CaseResult], name: str) -> None:
     result = results[f"spoilt_buffers:{name} 3"]
     assert result.verdict == "fail"
     assert result.reason.startswith("equivalence: "), result.reason

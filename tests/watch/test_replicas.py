@@ -97,6 +97,41 @@ def test_ranks_that_seem_to_hold_parts_are_not_judged_unasked(
         assert first is not None and first["kind"] == "initial parameters", told
 
 
+#: A table that each rank computes, one that batch norm moves, and a generator of each rank's own.
+TABLES = """\
+import sys
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+        table = torch.linspace(0.5, 2.0, 8) * (1 if rank == 0 or {sound} else 3)
+        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("seed", torch.tensor(rank))
+
+    def forward(self, x):
+        return self.layers(x * self.table)
+
+
+model = DistributedDataParallel(Net(), broadcast_buffers=False)
+steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 5)
+"""
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_a_constant_table_is_equal_on_all_replicas(
+    command: Any, tmp_path: Path, is_sound: bool
+) -> None:
+    body = TABLES.replace("{sound}", str(is_sound))
+    code, told, _, report = watch(command, tmp_path, body)
+    assert code == (0 if is_sound else 1), told
+    sentences = [finding["sentence"] for finding in report["findings"]]
+    said = "buffers differ that no step changes: nothing made them equal: rank 0 and rank 1"
+    assert sentences == ([] if is_sound else [f"{said} (1 of 3 buffers: table [8])"]), told
+
+
 def test_sound_scripts_raise_no_alarm(command: Any, tmp_path: Path) -> None:
     """Accumulation without reducing, two optimizers of one model, a schedule, a clipped norm."""
     body = """\
