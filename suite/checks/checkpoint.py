@@ -57,6 +57,8 @@ OPTION = "checkpoint"
 PROMISES = ("memory", "traffic")
 #: What they compare.
 _PROMISED = "all that is promised"
+#: The phase of rows that name each tensor which a load did not give back.
+_LOST = "not loaded"
 
 
 def who_loads(case: Case) -> Case:
@@ -231,6 +233,10 @@ def what_was_loaded(base: Evidence, other: Continued, rows: list[ComparisonRow])
         place = (step, f"after the load, {kind}", "all that was saved", "all ranks")
         if load.saved.tensors:
             rows.append(ComparisonRow(*place, error=float(bool(sentence)), bound=0.0))
+        lost = (step, _LOST)
+        rows += [
+            ComparisonRow(*lost, name, "all ranks", error=1.0, bound=0.0) for name in load.wrong
+        ]
     if wrong := "; ".join(filter(None, (*found, _ties(other), _draws(base, other)))):
         raise Differs(wrong)
 
@@ -358,12 +364,14 @@ def decide(figures: Figures) -> Outcome:
             return Outcome("checkpoint", "skip", row.skip)
     tally = Tally.of(rows)
     plan = figures.case.checkpoint
-    numbers = {
+    numbers: dict[str, object] = {
         "compared": tally.compared,
         "saved_at": [] if plan is None else list(plan.saved_at),
         "not_tested": sorted(tally.not_tested),
         "promises": sorted({row.phase for row in rows if row.name == _PROMISED}),
     }
+    if lost := [row.name for row in rows if row.phase == _LOST]:
+        numbers["names"] = lost
     if not tally.compared and not tally.wrong:
         return Outcome("checkpoint", "undecidable", "nothing could be compared", None, numbers)
     return tally.outcome("checkpoint", numbers)

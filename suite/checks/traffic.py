@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 
 from shardproof import strategies
 from shardproof.checks import Needs, Outcome, Worst
@@ -180,8 +181,9 @@ def _against(
     if step == evidence.steps[-1]:
         figures.sent = [*figures.sent, *_rows(counted)]
     # From coarse to fine, and the first sentence counts: all ranks, each rank, between nodes.
-    message = _flow_differs(step, strategy, flows_of(evidence, step), floats)
-    message = message or _flow_differs(step, strategy, counted, integers, " of integers")
+    others_of = partial(_are_of_other_dtype, evidence, step)
+    message = _flow_differs(step, strategy, flows_of(evidence, step), floats, others_of)
+    message = message or _flow_differs(step, strategy, counted, integers, others_of, " of integers")
     message = message or _rank_differs(evidence, step, strategy, floats)
     homes = {record.node for record in evidence.records}
     # Where members change groups are not those of the mesh.
@@ -334,8 +336,29 @@ def _set_textbook(figures: TrafficFigures, cost_model: CostModel) -> None:
 _LARGEST_RATIO = 64
 
 
+def _are_of_other_dtype(evidence: Figures, step: int, axis: str, operation: str) -> bool:
+    """Whether calls of ``operation`` have a dtype in which the case holds nothing.
+
+    Under mixed precision, where it has several, any may be the wrong one.
+    """
+    case = evidence.case
+    usual = {case.dtype, *case.precision.values()}
+    dtypes = {
+        call.dtype
+        for record in evidence.records
+        for call in record.calls_of(step)
+        if call.operation == operation and axis_of(call.group, case.mesh) == axis
+    }
+    return len(usual) > 1 or not dtypes <= usual
+
+
 def _flow_differs(
-    step: int, strategy: str, sent: Flows, promised: Sequence[Flow], of: str = ""
+    step: int,
+    strategy: str,
+    sent: Flows,
+    promised: Sequence[Flow],
+    others_of: Callable[[str, str], bool],
+    of: str = "",
 ) -> str:
     """The first axis and operation whose bytes, or else calls, are not those promised."""
     wanted: dict[tuple[str, str], tuple[int, int, Fraction]] = {}
@@ -349,7 +372,7 @@ def _flow_differs(
         axis, operation = key
         where = f"step {step}, axis {axis}, {operation}{of}"
         if total != expected:
-            by = _by_how_much(total, expected, calls, low <= calls <= high)
+            by = _by_how_much(total, expected, calls, low <= calls <= high and others_of(*key))
             found = f"{_text(total)} bytes in {calls} calls over all ranks"
             return f"{where}: {found}, {strategy} promises {_text(expected)}{by}"
         if not low <= calls <= high:

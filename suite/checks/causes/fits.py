@@ -6,7 +6,7 @@ counts only where it leaves over at most a tenth of what the truth leaves over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import TypeVar
 
@@ -124,6 +124,17 @@ def all_equal(held: Tensors, want: Tensors, names: Sequence[str], limit: float) 
     return all(n in held and n in want and equal(held[n], want[n], limit) for n in names)
 
 
+def same_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether both hold the same numbers, in another order."""
+    if one.numel() != other.numel():
+        return False
+    flat = [t.double().reshape(-1) for t in (one, other)]
+    # Sorted, a permutation is undone: what is left over then is round-off.
+    a, b = (t.sort().values for t in flat)
+    is_much = (a - b).norm() <= MUCH * (flat[0] - flat[1]).norm()
+    return bool(is_much) and torch.allclose(a, b, rtol=1e-9, atol=0.0)
+
+
 def state_before(evidence: Evidence, step: int) -> dict[str, dict[str, dict[int, Tensor]]]:
     """Kind -> name -> copies of what the system held before ``step``."""
     kinds = "parameters", "buffers"
@@ -184,6 +195,18 @@ def known(evidence: Evidence, step: int = 0) -> dict[str, float]:
 def some(names: Sequence[str]) -> str:
     """The first three of ``names``, and how many there are beside them."""
     return table.some([*map(repr, names)], _SHOWN)
+
+
+def of_others(wrong: Mapping[int, Collection[str]], held: Mapping[int, Collection[str]]) -> str:
+    """Words for names that are right on their owner only: each on one of the ranks, or on none.
+
+    ``wrong``, ``held``: names by rank, or by copy.  Empty: another pattern, or none.
+    """
+    right = {rank: {*names} - {*wrong.get(rank, ())} for rank, names in held.items()}
+    owned = [name for names in right.values() for name in names]
+    if len(held) < 2 or not all(right.values()) or len(owned) > len({*owned}):
+        return ""
+    return "on each rank, of what other ranks own"
 
 
 # ------------------------------------------------------------------------- coefficients in words

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, multiple, number, some
+from shardproof.checks.causes.state import of_buffers_at_start
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.evidence.held import part
 from shardproof.oracle.training import left_fold
@@ -54,6 +55,8 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
     if not sums.wrong:
         exact = evidence.case.lane == "dyadic"
         return "" if exact else "no more is wrong than another order of sums explains"
+    if held := sums.of_held():
+        return held
     if evidence.declaration.oracle == "emulated" and (
         found := of_sent(sums.held, sums.truth, sums.wrong, fits.known(evidence, step))
     ):
@@ -124,6 +127,19 @@ class _Sums:
     def parts(self) -> list[list[dict[str, Tensor]]]:
         """By data coordinate and micro-batch, as the oracle computes them."""
         return fits.parts(self.evidence, self.step)
+
+    def of_held(self) -> str:
+        """Whether they are right for a state that is wrong: then nothing is wrong with sums."""
+        case, oracle = self.evidence.case, self.evidence.declaration.oracle
+        if case.lane == "working_precision" or oracle != "plain":
+            return ""  # there the truth is not that of what is held
+        made = left_fold([left_fold(share) for share in self.parts if share])
+        held, want, own = (
+            fits.flat(t, self.truth, self.wrong) for t in (self.held, self.truth, made)
+        )
+        sentence = f"the gradients are those of what is held before step {self.step}"
+        said = of_buffers_at_start(self.evidence) if not self.step else ""
+        return fits.nearest(held, want, [(own, said or f"{sentence}: that is wrong")], self.limit)
 
     def of_all(self) -> str:
         """What the fit says of all gradients, or else of the wrong ones alone."""
@@ -249,7 +265,7 @@ class _Sums:
             if held[n].numel() > 1
             # Of names that are wrong on other ranks the first copy may be right but for round-off.
             and not torch.allclose(held[n].double(), truth[n].double(), rtol=1e-9, atol=0.0)
-            and same_elements(held[n], truth[n])
+            and fits.same_elements(held[n], truth[n])
         ]
         return f"the right elements in another order: {some(moved)}" if moved else ""
 
@@ -383,17 +399,6 @@ def fitted(
     if float((got - matrix @ counts).norm()) > most:
         return None
     return dict(zip(there, counts.tolist(), strict=True))
-
-
-def same_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether both hold the same numbers, in another order."""
-    if one.numel() != other.numel():
-        return False
-    flat = [t.double().reshape(-1) for t in (one, other)]
-    # Sorted, a permutation is undone: what is left over then is round-off.
-    a, b = (t.sort().values for t in flat)
-    is_much = (a - b).norm() <= fits.MUCH * (flat[0] - flat[1]).norm()
-    return bool(is_much) and torch.allclose(a, b, rtol=1e-9, atol=0.0)
 
 
 # ---------------------------------------------------------------------------- compressed gradients

@@ -143,6 +143,8 @@ class _Losses:
         """In training mode, with other weights or with other parameters."""
         states = fits.states(self.evidence, self.step)
         losses = self.of(self.evaluator(False), states)
+        # The identity: another rule for buffers, before anything else is said of the batch.
+        yield _sum(losses), "this is the loss with the buffers of rank 0 on every rank"
         yield from self._selections(losses)
         yield from self._weighted(losses)
         trained = _sum(self.of(self.evaluator(True), states))
@@ -249,8 +251,13 @@ def of_norm(evidence: Evidence, step: int, rank: int, held: float, true: float) 
         return "the norm is 0: there was no gradient in it"
     own = dict(fits.pieces(evidence, step, "gradients_final", "gradients"))
     shown = "this is the norm of the gradients that are shown: they are wrong, not the norm"
+    if step and _began_wrong(evidence, step):
+        shown = f"the norm is right for what the update of step {step - 1} left: that is wrong"
     tries = chain(
-        [(math.sqrt(_square_once(own, list(own))), shown)],
+        (
+            (norm, shown)
+            for norm in (math.sqrt(_square_once(own, list(own))), *_wholes(evidence, own, rank))
+        ),
         _multiples(true, fits.known(evidence, step), "the norm is"),
         _over_axes(evidence, own, rank),
     )
@@ -263,6 +270,49 @@ def of_norm(evidence: Evidence, step: int, rank: int, held: float, true: float) 
     return near[0] if len(near) == 1 else ""
 
 
+def _began_wrong(evidence: Evidence, step: int) -> bool:
+    """Whether a step begins with parameters that are not the oracle's, round-off apart."""
+    truth = evidence.truth.steps[step - 1].parameters
+    held = fits.first(evidence.observed(step - 1, "after_update", "parameters"), truth)
+    plain = evidence.declaration.oracle == "plain" and evidence.case.lane != "working_precision"
+    return plain and not fits.all_equal(held, truth, [*held], fits.limit_of(evidence))
+
+
+class _Ranks:
+    """Ranks that meet along some axes of the mesh, of those that hold ``own``."""
+
+    def __init__(self, evidence: Evidence, own: Mapping[int, Sequence[Piece]]) -> None:
+        self.own = own
+        self.mesh = {axis: size for axis, size in evidence.case.mesh.items() if size > 1}
+        self._where = {at: record.coordinate for at, record in evidence.ranks.items()}
+
+    def meeting(self, rank: int, along: Sequence[str]) -> list[int]:
+        """Those that differ from ``rank`` along these axes at most."""
+        at = [(axis, place) for axis, place in self._where[rank].items() if axis not in along]
+        alike = (r for r in self.own if all(self._where[r][axis] == place for axis, place in at))
+        return [*alike]
+
+    def choices(self) -> Iterator[tuple[str, ...]]:
+        """Every choice of axes, few first."""
+        for count in range(len(self.mesh) + 1):
+            yield from combinations(self.mesh, count)
+
+    def hold_all(self, ranks: Sequence[int]) -> bool:
+        """Whether each element of every gradient is held by one of ``ranks``."""
+        return len(_squares(self.own, ranks)) == len(_squares(self.own, [*self.own]))
+
+
+def _wholes(evidence: Evidence, own: Mapping[int, Sequence[Piece]], rank: int) -> Iterator[float]:
+    """Norms of all gradients as ``rank`` and those that it meets hold them.
+
+    Where replicas differ, each sums up its own: along the axes that cut gradients, and no others.
+    """
+    ranks = _Ranks(evidence, own)
+    for along in ranks.choices():
+        if ranks.hold_all(peers := ranks.meeting(rank, along)):
+            yield math.sqrt(_square_once(own, peers))
+
+
 def _over_axes(evidence: Evidence, own: Mapping[int, Sequence[Piece]], rank: int) -> Tries:
     """Sums of squares over some axes of the mesh, with every copy counted or none."""
     #     squares of the ranks of a 2 x 2 mesh     a b     rank 0 clips by the root of
@@ -270,33 +320,34 @@ def _over_axes(evidence: Evidence, own: Mapping[int, Sequence[Piece]], rank: int
     #         a + b + c + d    all axes: right where no two ranks hold the same piece
     #         a + b            the inner axis only
     #         a                what the rank holds itself
-    mesh = {axis: size for axis, size in evidence.case.mesh.items() if size > 1}
-    where = {at: record.coordinate for at, record in evidence.ranks.items()}
+    ranks = _Ranks(evidence, own)
+    for along in ranks.choices():
+        peers, rest = ranks.meeting(rank, along), [axis for axis in ranks.mesh if axis not in along]
+        over, alone = _named(along), f"this is the norm of what rank {rank} holds itself"
+        if along:
+            # Replicas of all of it are no axis that was forgotten.
+            cut = [
+                axis for axis in rest if not ranks.hold_all(ranks.meeting(rank, _but(ranks, axis)))
+            ]
+            less = f", not over {_named(cut)}" if cut else ""
+            alone = f"the squares were summed over {over} only{less}"
+            squares = [
+                float(sum(piece.tensor.double().square().sum() for piece in own[peer]))
+                for peer in peers
+            ]
+            norms = sum(map(math.sqrt, squares))
+            yield norms, f"the norms of ranks {peers} were added, not their squares"
+            yield norms / len(peers), f"the norms of ranks {peers} were averaged"
+            inner = sum(math.sqrt(_square_once(own, ranks.meeting(r, rest))) for r in peers)
+            yield inner, f"norms were added over {over}, not their squares"
+            copies = "with every copy that its ranks hold"
+            yield math.sqrt(sum(squares)), f"the squares were summed over {over}, {copies}{less}"
+        if rest and not ranks.hold_all(peers):
+            yield math.sqrt(_square_once(own, peers)), alone
 
-    def meeting(rank: int, axes: Sequence[str]) -> list[int]:
-        """The ranks that differ from ``rank`` along ``axes`` at most."""
-        at = [(axis, place) for axis, place in where[rank].items() if axis not in axes]
-        return [r for r in own if all(where[r][axis] == place for axis, place in at)]
 
-    for count in range(len(mesh) + 1):
-        for along in combinations(mesh, count):
-            peers, rest = meeting(rank, along), [axis for axis in mesh if axis not in along]
-            over, alone = _named(along), f"this is the norm of what rank {rank} holds itself"
-            if along:
-                alone = f"the squares were summed over {over} only, not over {_named(rest)}"
-                squares = [
-                    float(sum(piece.tensor.double().square().sum() for piece in own[peer]))
-                    for peer in peers
-                ]
-                norms = sum(map(math.sqrt, squares))
-                yield norms, f"the norms of ranks {peers} were added, not their squares"
-                yield norms / len(peers), f"the norms of ranks {peers} were averaged"
-                inner = sum(math.sqrt(_square_once(own, meeting(r, rest))) for r in peers)
-                yield inner, f"norms were added over {over}, not their squares"
-                copies = "with every copy that its ranks hold"
-                yield math.sqrt(sum(squares)), f"the squares were summed over {over}, {copies}"
-            if rest:
-                yield math.sqrt(_square_once(own, peers)), alone
+def _but(ranks: _Ranks, axis: str) -> list[str]:
+    return [other for other in ranks.mesh if other != axis]
 
 
 def _local(evidence: Evidence, step: int) -> Tries:
@@ -334,10 +385,17 @@ def _named(axes: Sequence[str]) -> str:
 
 def _square_once(own: Mapping[int, Sequence[Piece]], ranks: Sequence[int]) -> float:
     """The square of all that ``ranks`` hold, every element once."""
+    return sum(_squares(own, ranks).values())
+
+
+def _squares(
+    own: Mapping[int, Sequence[Piece]], ranks: Sequence[int]
+) -> dict[tuple[object, ...], float]:
+    """The square of each piece that ``ranks`` hold, by its place."""
     seen: dict[tuple[object, ...], float] = {}
     for rank in ranks:
         for piece in own[rank]:
             place = (piece.name, piece.slices, piece.flat_range)
             # By place: a copy on another rank has the same key, and counts once.
             seen[place] = float(piece.tensor.double().square().sum())
-    return sum(seen.values())
+    return seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from shardproof.backends.errors import name_ranks
 from shardproof.checks.causes import fits
-from shardproof.checks.causes.fits import Tensors, some
-from shardproof.checks.causes.gradients import same_elements
+from shardproof.checks.causes.fits import Tensors, same_elements, some
+from shardproof.checks.causes.updates import of_meeting
 from shardproof.checks.numbers import bitwise
 from shardproof.checks.one_update import MASTER, Update
 from shardproof.checks.two_runs import both
 from shardproof.contract import Kind, Piece
-from shardproof.evidence.assembled import Assembled, Evidence
+from shardproof.evidence.assembled import Assembled, CoordinateEvidence, Evidence
 from shardproof.evidence.held import part
 from shardproof.tensor_bytes import dtype_name
 from shardproof.workloads import for_case
@@ -138,7 +138,8 @@ class Load:
     """What a checkpoint of ``kind`` held, and what is held after the load.
 
     ``moments``: what the run that saved held at other times, by the steps that were done then.
-    ``before``: what the fresh system was set up from (optimizers: nothing).
+    ``before``: what the fresh system was set up from (optimizers: nothing).  ``wrong``: gets the
+    names of all that is not what was saved.
     """
 
     kind: str
@@ -147,6 +148,7 @@ class Load:
     held: Assembled
     before: Mapping[str, Tensor]
     moments: Mapping[int, Mapping[str, Tensor]]
+    wrong: list[str] = field(default_factory=list)
 
 
 def moments_of(base: Evidence, kind: str, but: int) -> dict[int, Mapping[str, Tensor]]:
@@ -174,6 +176,7 @@ def _of_sort(load: Load, noun: str, names: Sequence[str]) -> str:
     saved, held = load.saved.tensors, load.held.tensors
     was = "was" if noun == "optimizer state" else "were"
     missing = [name for name in names if name not in held]
+    load.wrong.extend(missing)
     if missing and len(missing) == len(names):
         return f"{noun} {was} not loaded: there is none"
     if missing:
@@ -184,23 +187,31 @@ def _of_sort(load: Load, noun: str, names: Sequence[str]) -> str:
             was_saved, there = (f"{dtype_name(t)} {list(t.shape)}" for t in (want, have))
             return f"{noun}: {name!r} was saved as {was_saved} and is {there} after the load"
     wrong: dict[str, tuple[Tensor, Tensor]] = {}
-    copies: set[int] = set()
-    right: set[int] = set()
+    of_copies: dict[int, set[str]] = {}
+    there: dict[int, set[str]] = {}
     for name in names:
         pairs = {n: (want, have) for n, want, have in both(saved[name], held[name])}
-        if odd := [n for n, pair in pairs.items() if not bitwise(*pair).ok]:
+        odd = [n for n, pair in pairs.items() if not bitwise(*pair).ok]
+        for n in pairs:
+            there.setdefault(n, set()).add(name)
+        for n in odd:
+            of_copies.setdefault(n, set()).add(name)
+        if odd:
             wrong[name] = pairs[min(odd)]
-            copies.update(odd)
-            right |= pairs.keys() - odd
     if not wrong:
         return ""
+    load.wrong.extend(wrong)
     where = ""
-    if right - copies:
-        which = ", ".join(map(str, sorted(copies)))
-        where = f" on {'replica' if len(copies) == 1 else 'replicas'} {which} only"
+    if there.keys() - of_copies.keys():
+        which = ", ".join(map(str, sorted(of_copies)))
+        where = f" on {'replica' if len(of_copies) == 1 else 'replicas'} {which} only"
+    elif pattern := fits.of_others(of_copies, there):
+        where = f" {pattern}"
     every = len(wrong) == len(names)
     them = noun if every else f"{len(wrong)} of {len(names)} {noun}"
-    return f"{them} {was} not loaded{where}: {_why(load, noun, wrong)}"
+    why = _why(load, noun, wrong)
+    those = "" if every or (len(wrong) == 1 and "'" in why) else f" ({some([*wrong])})"
+    return f"{them} {was} not loaded{where}: {why}{those}"
 
 
 def _why(load: Load, noun: str, wrong: Wrong) -> str:
@@ -287,6 +298,10 @@ def of_reload(base: Evidence, reloaded: Evidence, step: int) -> str:
     begin = (_begins_with(gradients[1], of, base.case.optimizer.betas[0]) for of in (here, there))
     if (anew or not counters) and [*begin] == [False, True]:
         return "the optimizer state was not loaded: it starts again with the gradients of this step"
+    # Parameters of ranks that train alone are moved by meetings as well as by updates.
+    alone = (own for own in reloaded.trajectories if isinstance(own, CoordinateEvidence))
+    if met := next(filter(None, (of_meeting(own, step) for own in alone)), ""):
+        return met
     alike = here.keys() == there.keys() and all(was == now for was, now in counted)
     if alike and others and len(same) == len(others):
         return (

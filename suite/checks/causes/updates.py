@@ -25,6 +25,8 @@ from shardproof.evidence.held import part
 _LEFT_OVER = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.1, "float16": 0.1}
 #: What a cause may leave over, relative to how far the ranks' own updates lie from the truth.
 _LEFT_OVER_OF_A_MEETING = 1e-6
+#: Said of an update that is right for what it began with.
+_HELD = "the update is that of the state and the gradients that are held: these are wrong"
 #: Parameters of one shape of which pairs are tried for an exchange.
 _MOST_OF_A_SHAPE = 12
 
@@ -63,41 +65,53 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
 
     ``truth``: what they must be.  Asked where the gradients of the step are right.
     """
-    if isinstance(evidence, CoordinateEvidence) and (said := _of_meeting(evidence, step)):
+    if isinstance(evidence, CoordinateEvidence) and (said := of_meeting(evidence, step)):
         return said
     limit = _LEFT_OVER[evidence.case.lowest_dtype]
     update = update_of(evidence, step)
     before = update.before
     wrong: dict[int, list[_Place]] = {}
-    holders: set[int] = set()
+    held: dict[int, set[str]] = {}
     for rank, own in fits.pieces(evidence, step, "after_update", "parameters"):
         for piece in own:
             if piece.name not in truth or piece.name not in before or not piece.tensor.numel():
                 continue
-            holders.add(rank)
+            held.setdefault(rank, set()).add(piece.name)
             want, was = (part(piece, each[piece.name]).double() for each in (truth, before))
             place = _Place(piece, piece.tensor.double(), want, was, limit)
             if piece.tensor.shape == want.shape and bool(place.wrong.any()):
                 wrong.setdefault(rank, []).append(place)
     # Per rank: ranks may have different causes, and those that are right have none.
-    found = {rank: _multiple_of_all(places, limit) for rank, places in wrong.items()}
+    made = update.make().parameters if wrong else {}
+    found = {
+        rank: _HELD if _is_made(places, made) else _multiple_of_all(places, limit)
+        for rank, places in wrong.items()
+    }
     bad = list(dict.fromkeys(place.piece.name for own in wrong.values() for place in own))
     for make, sentence in _tries(evidence, update, step, bad) if wrong else ():
         if not (left := [rank for rank in wrong if not found[rank]]):
             break
         made = make()
         for rank in left:
-            parts = ((place, part(place.piece, made[place.piece.name])) for place in wrong[rank])
-            if all(place.is_made(value.double()) for place, value in parts):
+            if _is_made(wrong[rank], made):
                 found[rank] = sentence
     if not wrong or not all(found.values()):
         return ""
     rank, sentence = next(iter(found.items()))
     what = "" if len(bad) == len(truth) else f" ({some(bad)})"
+    names = {r: {place.piece.name for place in own} for r, own in wrong.items()}
+    if len({*found.values()}) == 1 and (pattern := fits.of_others(names, held)):
+        return f"{sentence} {pattern} ({some(bad)})"
     if len(set(found.values())) > 1:
         return f"on rank {rank}, {sentence}{what}"
-    where = "" if set(found) == holders else f"on {name_ranks(sorted(found))}, "
+    where = "" if found.keys() == held.keys() else f"on {name_ranks(sorted(found))}, "
     return f"{where}{sentence}{what}"
+
+
+def _is_made(places: Sequence[_Place], made: Tensors) -> bool:
+    """Whether all of ``places`` hold what was ``made``, where they are not right."""
+    parts = ((place, part(place.piece, made[place.piece.name])) for place in places)
+    return all(place.is_made(value.double()) for place, value in parts)
 
 
 def _multiple_of_all(places: Sequence[_Place], limit: float) -> str:
@@ -176,7 +190,7 @@ def _decayed(spec: OptimizerSpec, decays: Sequence[float]) -> OptimizerSpec:
 # -------------------------------------------------------------------------------------- meetings
 
 
-def _of_meeting(evidence: CoordinateEvidence, step: int) -> str:
+def of_meeting(evidence: CoordinateEvidence, step: int) -> str:
     """A sentence on the parameters of one trajectory after ``step``; empty: nothing explains them.
 
     Asked where the gradients of the step, and all before it, are right.

@@ -97,6 +97,8 @@ def kept_too_long(messages: Sequence[Message], log: Sequence[Done], over: int) -
         when = begun[0] if begun else "after the last window"
         tensor = f"{_in_words(action)}, {call.payload_bytes:,} bytes"
         counts = f"boundary tensors alive {when}: {held}, needed: {needed}"
+        # Of others that were let go early the counts would hide this one.
+        counts = counts if held > needed else f"a boundary tensor is alive {when}"
         return f"{counts}; {tensor}, was not let go after its last use"
     return ""
 
