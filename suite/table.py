@@ -33,6 +33,8 @@ _STYLES: dict[str, str] = {"bad": "red", "good": "green", "changed": "yellow"}
 _NARROWEST = 26
 #: Spaces between two columns of a terminal.
 _GAP = 2
+#: Characters of a sentence on a terminal.
+LONGEST = 600
 #: Texts of more characters may break over several lines of a page.
 _WIDE = 60
 
@@ -233,6 +235,12 @@ def number(count: int, noun: str) -> str:
     """``1 case``, ``2 cases``; of ``fault caught`` the first word."""
     first, *rest = noun.split(" ", 1)
     return " ".join([f"{count} {first}{'' if count == 1 else 's'}", *rest])
+
+
+def shortened(text: str) -> str:
+    """``text`` as a terminal shows a sentence: reports have all of it."""
+    more = " ... (the report has the rest)"
+    return text if len(text) <= LONGEST else text[: LONGEST - len(more)].rstrip() + more
 
 
 def some(names: Sequence[str], most: int) -> str:

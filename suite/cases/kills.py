@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -20,7 +19,7 @@ from shardproof.case import Case
 from shardproof.cases import kinds as workload_kinds
 from shardproof.cases.kinds.kind import UntrainedKind
 from shardproof.cases.runner import WHOLE, Course, OnAccount, OnResult, run_cases
-from shardproof.checks import CHECKS, GENERAL
+from shardproof.checks import CHECKS, GENERAL, claims
 from shardproof.checks.overlap import SETTLING
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.verdicts import JUDGE_ERROR, WORKING_PRECISION_ONLY
@@ -116,6 +115,7 @@ def judge_kill(pair: PlantedPair, own: CaseResult | None, parent: CaseResult | N
     """Compare the mutant's result with its parent's (``None``: left out, hence not killed)."""
     why_not = why_not_killed(pair, own, parent)
     as_declared = own is not None and not why_not and pair.case.depth != "family"
+    told = claims.told(pair.mutant.says, own.reason) if own and as_declared else None
     return Kill(
         name=pair.mutant.name,
         parent=pair.mutant.parent,
@@ -130,7 +130,8 @@ def judge_kill(pair: PlantedPair, own: CaseResult | None, parent: CaseResult | N
         seconds=own.seconds if own else 0.0,
         crash_says=pair.mutant.crash_says,
         depth=pair.case.depth or None,
-        named=bool(re.search(pair.mutant.says, own.reason)) if own and as_declared else None,
+        named=None if told is None else told == "exact",
+        told=told,
     )
 
 

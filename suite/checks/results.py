@@ -15,6 +15,7 @@ from typing import Annotated, Any, Self
 
 from shardproof.case import Case
 from shardproof.checks import Outcome
+from shardproof.checks.claims import Told
 from shardproof.contract import Depth, Options
 from shardproof.files import Form, Number, Stored, from_others
 from shardproof.registry import MUTANTS
@@ -143,10 +144,11 @@ class Kill(_Line):
     """What became of one planted fault.
 
     ``depth``: at which it was judged, if not as declared.  ``named``: whether the judge's words
-    hold what the fault declares (``None``: it was not judged, or not as declared).
+    hold what the fault declares (``None``: it was not judged, or not as declared); ``told``: or
+    else whether they claim another cause.
     """
 
-    OPTIONAL = ("crash_says", "depth", "named")
+    OPTIONAL = ("crash_says", "depth", "named", "told")
 
     name: str
     parent: str
@@ -162,6 +164,7 @@ class Kill(_Line):
     crash_says: str = ""
     depth: str | None = None
     named: bool | None = None
+    told: Told | None = None
 
     @property
     def left_out(self) -> bool:

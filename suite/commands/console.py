@@ -19,7 +19,7 @@ import typer
 
 from shardproof import verdicts
 from shardproof.errors import printable, shown
-from shardproof.table import number, some
+from shardproof.table import number, shortened, some
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -268,7 +268,7 @@ class Progress(ProgressBar):
         named = Text(shown(f"{result.verdict}: {result.id}"), style="bold red")
         self.console.print(named, soft_wrap=True)
         for line in result.reason.splitlines()[:1]:
-            print_line(self.console, f"    {line}")
+            print_line(self.console, f"    {shortened(line)}")
 
 
 class FaultProgress(Progress):

@@ -44,7 +44,9 @@ def broken_lines(run: Run) -> Iterator[str]:
         item = block.first
         name = item.id.replace("`", "'")
         yield f"- **{markdown_text(item.verdict)}** `{name}`"
-        last = [line for text in (item.rerun, block.more()) if text for line in ("", text)]
+        last = [
+            line for text in (item.names, item.rerun, block.more()) if text for line in ("", text)
+        ]
         shown = fenced([*item.reason.splitlines(), *last])
         yield from ("", *(f"  {line}".rstrip() for line in shown), "")
 

@@ -27,7 +27,7 @@ from shardproof.report.sections import ABOVE, BELOW, sections
 from shardproof.runs.blocks import blocks, of_result
 from shardproof.runs.header import Header
 from shardproof.runs.run_folder import Run
-from shardproof.table import markdown_text, number
+from shardproof.table import markdown_text, number, shortened
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 #: Prints one renderable or text; rich's ``Console.print``.
@@ -125,7 +125,8 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
     for block in found[:_BLOCKS]:
         first = block.first
         write(Text(shown(f"{first.verdict}: {first.id}"), style="bold red"), soft_wrap=True)
-        lines = [*first.reason.splitlines()[:_LINES], f"rerun: {first.rerun}", block.more()]
+        sentences = map(shortened, first.reason.splitlines()[:_LINES])
+        lines = [*sentences, f"rerun: {first.rerun}", block.more()]
         for line in filter(None, lines):
             write(Text(shown(f"    {line}")), soft_wrap=True)
     if rest := found[_BLOCKS:]:

@@ -11,7 +11,10 @@ from shardproof.checks.results import Kill
 from shardproof.report.looks import chip
 from shardproof.runs import random_kills
 from shardproof.runs.run_folder import Run
-from shardproof.table import Mark, Row, Table, TableCell
+from shardproof.table import Mark, Row, Table, TableCell, some
+
+#: Faults whose sentence is wrong that are named.
+_NAMED = 5
 
 #: What the marks of :func:`table` mean.
 MARKS = {
@@ -64,7 +67,18 @@ def kill_counts(kills: Sequence[Kill]) -> str:
     by_lane = ", ".join(f"{lane} {count}" for lane, count in sorted(lanes.items())) or "none"
     lone = Counter(kill.failing[0] for kill in kills if len(kill.failing) == 1)
     only = ", ".join(f"{check} {count}" for check, count in sorted(lone.items()))
-    return f"kills by lane: {by_lane}; seen by one check only: {lone.total()} ({only or 'none'})"
+    seen = f"seen by one check only: {lone.total()} ({only or 'none'})"
+    return "; ".join(filter(None, (f"kills by lane: {by_lane}", seen, sentence_counts(kills))))
+
+
+def sentence_counts(kills: Sequence[Kill]) -> str:
+    """How many kills are told exactly, vaguely, and by another cause than the fault's, by name."""
+    counts = Counter(kill.told for kill in kills if kill.told)
+    wrong = [kill.name for kill in kills if kill.told == "wrong"]
+    if not counts:
+        return ""
+    told = ", ".join(f"{counts[word]} {word}" for word in ("exact", "vague", "wrong"))
+    return f"sentences: {told}" + (f" ({some(wrong, _NAMED)})" if wrong else "")
 
 
 def verdict_counts(kills: Sequence[Kill]) -> str:

@@ -2,7 +2,8 @@
 
 The terminal, the reports and the gate's summary all group here.  Failures share a cause where the
 implementation, the check that failed first and its sentence agree once the numbers of the case are
-left out: world, step, rank, size.  The simplest case leads its block, since it is the one to rerun.
+left out: world, step, rank, size.  The simplest case leads its block, since it is the one to rerun,
+but behind those whose sentence leaves no question open.
 """
 
 from __future__ import annotations
@@ -15,15 +16,12 @@ from typing import Any
 from shardproof import verdicts
 from shardproof.backends import BACKENDS
 from shardproof.checks import CHECKS
+from shardproof.checks.claims import ALIKE, FINDING
 from shardproof.checks.results import CaseResult
 from shardproof.table import some
 
 #: Ids that a block names beside that of its simplest case.
 NAMED = 3
-#: What a comparison says of its tensor; a sentence that stands before it is the cause.
-_FINDING = re.compile(
-    r"(?:differs from|further from fp64|summed loss|buffer differs|true gradient is zero)\b"
-)
 #: The tensor that a comparison names, and the moment: ``'w' at step 0, gradients_final, rank 0:``.
 _PLACE = re.compile(r"(?P<name>'[^']+') at step -?\d+, (?P<phase>[^,:]+), ")
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
@@ -59,6 +57,12 @@ class Failure:
     implementation: str = ""
     size: tuple[float, ...] = ()
     result: CaseResult | None = None
+
+    @property
+    def names(self) -> str:
+        """All tensors of which a sentence names the first few; empty: it names all."""
+        found = [o.figures.get("names", ()) for o in self.result.checks] if self.result else []
+        return "\n".join(f"all of them: {', '.join(names)}" for names in found if len(names) > 3)
 
     @property
     def failed_first(self) -> str:
@@ -116,9 +120,16 @@ def blocks(failures: Iterable[Failure]) -> list[FailureBlock]:
         of_case = failure.implementation, *cause(failure.verdict, failure.reason)
         key = (failure.kind, *(of_case if failure.kind == "case" else (failure.id,)))
         members.setdefault(key, []).append(failure)
-    groups = (sorted(group, key=lambda f: (f.size, f.id)) for group in members.values())
+    groups = (sorted(group, key=_plainness) for group in members.values())
     found = [FailureBlock(tuple(group)) for group in groups]
     return sorted(found, key=lambda block: min(map(_gravity, block.failures)))
+
+
+def _plainness(failure: Failure) -> tuple[object, ...]:
+    """Sorts what leaves no question open first, then what is simple to run again, then short."""
+    reason = failure.reason
+    is_open = ALIKE in reason or bool(_UNTOLD.search(reason))
+    return is_open, failure.size, reason.count("\n"), len(reason), failure.id
 
 
 def _gravity(failure: Failure) -> int:
@@ -140,7 +151,7 @@ def cause(verdict: str, reason: str) -> tuple[str, str]:
         if re.search(_MISMATCH, line):  # one backend ends the ranks, in another they wait for ever
             return "calls", " and ".join(sorted({*_CALLED.findall(line)}))
     sentence = _UNTOLD.sub("", sentence)
-    finding, place = _FINDING.search(sentence), _PLACE.search(sentence)
+    finding, place = FINDING.search(sentence), _PLACE.search(sentence)
     first = finding or place
     if first is not None and (told := sentence[: first.start()].rstrip(": ")):
         sentence = told

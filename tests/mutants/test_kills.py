@@ -73,6 +73,9 @@ def test_planted_faults_are_killed_beside_passing_parents() -> None:
     kills = run_mutants(representatives(), 1, lambda result: None)
     assert len(kills) >= 20
     assert not {kill.name: kill.why_not for kill in kills if not kill.killed}
+    # No sentence names another cause than the fault that was planted.
+    assert not {kill.name: kill.reason for kill in kills if kill.told == "wrong"}
+    assert sum(kill.told == "exact" for kill in kills) >= 0.85 * len(kills)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardproof import table
+from shardproof.checks.claims import ALIKE
 from shardproof.contract import Piece
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.oracle import training
@@ -35,8 +36,6 @@ _ROUND_OFF = 1e-5
 _SHOWN = 3
 #: How near a coefficient is to the number that it stands for.
 _CLOSE = 1e-5
-#: Said where several numbers of the case may be the factor.
-_ALIKE = ", as many here: another number of ranks tells which"
 
 
 def limit_of(evidence: Evidence) -> float:
@@ -294,7 +293,7 @@ def factor(value: float, known: Mapping[str, float], within: float = _CLOSE) -> 
     size = f"{number(value if large else 1 / value)} times too {'large' if large else 'small'}"
     ratio = max(value, 1 / value)
     names = [n for n, k in known.items() if k > 1 and abs(ratio - k) <= within * k]
-    of = f" ({ratio:.4g} = {' or '.join(names)}{_ALIKE * (len(names) > 1)})" if names else ""
+    of = f" ({ratio:.4g} = {' or '.join(names)}{ALIKE * (len(names) > 1)})" if names else ""
     return f"every gradient is {size}{of}"
 
 

@@ -69,9 +69,9 @@ def of_start(
     """A sentence on what is held of ``kind`` after ``setup``; empty: nothing explains it."""
     wrong: dict[int, list[Piece]] = {}
     places: dict[str, list[tuple[int, Piece]]] = {}
-    for rank, piece, want in initial(evidence, kind, truth):
+    for rank, piece, given in initial(evidence, kind, truth):
         places.setdefault(piece.name, []).append((rank, piece))
-        if not bitwise(piece.tensor, want).ok:
+        if not bitwise(piece.tensor, given).ok:
             wrong.setdefault(rank, []).append(piece)
     if wrong and kind == "parameters" and _is_updated(evidence, wrong):
         return "an update with gradients of zero was made before the first step"
@@ -188,12 +188,12 @@ def _of_sort(load: Load, noun: str, names: Sequence[str]) -> str:
             return f"{noun}: {name!r} was saved as {was_saved} and is {there} after the load"
     wrong: dict[str, tuple[Tensor, Tensor]] = {}
     of_copies: dict[int, set[str]] = {}
-    there: dict[int, set[str]] = {}
+    of_all: dict[int, set[str]] = {}
     for name in names:
         pairs = {n: (want, have) for n, want, have in both(saved[name], held[name])}
         odd = [n for n, pair in pairs.items() if not bitwise(*pair).ok]
         for n in pairs:
-            there.setdefault(n, set()).add(name)
+            of_all.setdefault(n, set()).add(name)
         for n in odd:
             of_copies.setdefault(n, set()).add(name)
         if odd:
@@ -202,10 +202,10 @@ def _of_sort(load: Load, noun: str, names: Sequence[str]) -> str:
         return ""
     load.wrong.extend(wrong)
     where = ""
-    if there.keys() - of_copies.keys():
+    if of_all.keys() - of_copies.keys():
         which = ", ".join(map(str, sorted(of_copies)))
         where = f" on {'replica' if len(of_copies) == 1 else 'replicas'} {which} only"
-    elif pattern := fits.of_others(of_copies, there):
+    elif pattern := fits.of_others(of_copies, of_all):
         where = f" {pattern}"
     every = len(wrong) == len(names)
     them = noun if every else f"{len(wrong)} of {len(names)} {noun}"

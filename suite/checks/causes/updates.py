@@ -82,7 +82,7 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
             if piece.tensor.shape == want.shape and bool(place.wrong.any()):
                 wrong.setdefault(rank, []).append(place)
     # Per rank: ranks may have different causes, and those that are right have none.
-    made = update.make().parameters if wrong else {}
+    made: Tensors = update.make().parameters if wrong else {}
     found = {
         rank: _HELD if _is_made(places, made) else _multiple_of_all(places, limit)
         for rank, places in wrong.items()
