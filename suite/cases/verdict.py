@@ -27,6 +27,7 @@ from shardproof.evidence import seen
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
+from shardproof.launch import frames
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.process_control import signal_name
 from shardproof.launch.watchdog import most_idle_looks
@@ -273,8 +274,9 @@ def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, s
 def _where(cause: RankOutcome) -> str:
     """The method of the contract that ran, and the implementation's innermost frame."""
     place = cause.place
-    if not place and cause.status == "raised" and (frames := _FRAME.findall(cause.traceback)):
-        place = "{}:{} in {}".format(*frames[-1])
+    if not place and cause.status == "raised":
+        others = [f for f in _FRAME.findall(cause.traceback) if not frames.is_judge(f[0])]
+        place = "{}:{} in {}".format(*others[-1]) if others else ""
     called = f"in {cause.method}" if cause.method else ""
     where = ", ".join(filter(None, (called, place)))
     return f" ({where})" if where else ""

@@ -22,13 +22,16 @@ FINDING = re.compile(
 )
 #: Checks whose sentences begin with a cause, where there is one.
 _WITH_CAUSES = ("equivalence", "norm", "relations", "checkpoint")
-_ENDS = re.compile(rf"{FINDING.pattern}|pre-clip|differs: |does not hold: |step \d+[,:]")
+_BEFORE = re.compile(r"^(?:\w+ does not hold|what was saved was loaded, and yet): ")
+_ENDS = re.compile(
+    rf"{FINDING.pattern}|pre-clip|differs: |'[^']+' at step|step \d+[,:]|rank \d+, step"
+)
 #: What was done with what was saved is what was found.
-_FOUND = re.compile(r"what was saved was loaded|after the load|not loaded|full_state|evaluation")
+_FOUND = re.compile(r"after the load|full_state|.*not loaded|evaluation")
 _PLACE = re.compile(
     r"only what |only .+ (?:is|are) wrong|all is wrong up to |only the loss of "
-    r"|step \d+ is the first|only ranks? .+ differs|that is wrong|they are wrong|these are wrong|is not the initial value"
-    r"|no more is wrong|not finite|no cause could be told"
+    r"|step \d+ is the first|only ranks? .+ differs|that is wrong|they are wrong|these are wrong"
+    r"|is not the initial value|no more is wrong|not finite|no cause could be told"
 )
 _FACTOR = re.compile(r"\btimes\b|too (?:large|small)|wrong sign|multiples of the truth")
 _DTYPE = re.compile(r"as another dtype would be")
@@ -37,6 +40,7 @@ _DTYPE = re.compile(r"as another dtype would be")
 def of_line(line: str) -> Claim | None:
     """What the line of one check claims; ``None``: nothing but what was found."""
     check, _, sentence = line.partition(": ")
+    sentence = _BEFORE.sub("", sentence)
     if _DTYPE.search(sentence):
         return "operation"
     if check not in _WITH_CAUSES or _FOUND.match(sentence):

@@ -57,5 +57,10 @@ def method(frames: Sequence[Frame]) -> str:
 
 
 def innermost(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame outside of torch and the suite; ``None``: there is none."""
-    return next((frame for frame in reversed(frames) if _is_own(frame[0])), None)
+    """The innermost frame outside of torch and the suite; ``None``: there is none.
+
+    Of a system that is built of the suite's parts the innermost line of its own.
+    """
+    own = [frame for frame in reversed(frames) if _is_own(frame[0])]
+    users = (frame for frame in own if not frame[0].startswith(SUITE))
+    return next(users, own[0] if own else None)

@@ -274,6 +274,16 @@ def first_difference(ranks: Mapping[int, list[Call]]) -> Difference | None:
     return None
 
 
+def first_apart(ranks: Mapping[int, list[Call]]) -> Difference | None:
+    """The first call that ranks made alike and at different lines; ``None``: none is known."""
+    for group, members in sorted(_by_group(ranks).items()):
+        for number in sorted(set.intersection(*({*calls} for calls in members.values()))):
+            calls = {rank: by_number[number] for rank, by_number in members.items()}
+            if len({call.place for call in calls.values()}) > 1:
+                return Difference(group, number, calls, earlier=False)
+    return None
+
+
 def behind(ranks: Mapping[int, list[Call]]) -> Difference | None:
     """The call that some member of a group has made and another never did, the first of them."""
     for group, members in sorted(_by_group(ranks).items()):

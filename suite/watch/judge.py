@@ -324,11 +324,12 @@ def _of_ranks(
     if cause.error_type == "PeerTimeout" and cause.is_comm_error:
         found = autopsy.find(of_outcomes(outcomes, by_rank, logs))
         if found is not None:
-            return [Finding("rank", f"{cause.sentence()}: {found.sentence}")], missing
+            told = f"{cause.sentence()}: {found.sentence}{_apart(logs)}"
+            return [Finding("rank", told)], missing
     if cause.status == "hung":
-        return [Finding("rank", _standstill(outcomes, by_rank, logs))], missing
+        return [Finding("rank", _standstill(outcomes, by_rank, logs) + _apart(logs))], missing
     if cause.status == "early":
-        return [], [Finding("rank", _early(outcomes, logs)), *missing]
+        return [], [Finding("rank", _early(outcomes, logs) + _apart(logs)), *missing]
     left = (records.get(cause.rank), by_rank.get(cause.rank))
     place = next((one.place for one in left if one is not None and one.place), "")
     sentence = cause.sentence() + (f" {place}" if place else "")
@@ -402,6 +403,15 @@ def _early(outcomes: Sequence[RankOutcome], logs: Mapping[int, list[calls.Call]]
     failed = [o.rank for o in outcomes if o.status == "raised"]
     head = f"{ended} ended the script" + _never_came(calls.behind(dict(logs)))
     return f"{head}; {name_ranks(failed)} could not go on without it" if failed else head
+
+
+def _apart(logs: Mapping[int, list[calls.Call]]) -> str:
+    """Where ranks whose calls do not fit left one another: calls alike, made at other lines."""
+    if (parting := calls.first_apart(dict(logs))) is None:
+        return ""
+    each = ", ".join(f"rank {rank} {c.text} at {c.place}" for rank, c in parting.calls.items())
+    what = f"call {parting.in_group} on {parting.group}"
+    return f"; {what} is the first that ranks make at different lines: {each}"
 
 
 def _never_came(missing: calls.Difference | None) -> str:

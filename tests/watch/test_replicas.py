@@ -116,7 +116,8 @@ class Net(nn.Module):
 
 
 model = DistributedDataParallel(Net(), broadcast_buffers=False)
-steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+steps(model, optimizer, 5)
 """
 
 

@@ -33,7 +33,8 @@ DIGITS = {"float64": 6, "float32": 3, "bfloat16": 2, "float16": 2}
 MUCH = 0.1
 #: What is left over of this part of a limit is round-off.
 _ROUND_OFF = 1e-5
-_SHOWN = 3
+#: Names, or samples, in a sentence.
+SHOWN = 3
 #: How near a coefficient is to the number that it stands for.
 _CLOSE = 1e-5
 
@@ -193,7 +194,7 @@ def known(evidence: Evidence, step: int = 0) -> dict[str, float]:
 
 def some(names: Sequence[str]) -> str:
     """The first three of ``names``, and how many there are beside them."""
-    return table.some([*map(repr, names)], _SHOWN)
+    return table.some([*map(repr, names)], SHOWN)
 
 
 def of_others(wrong: Mapping[int, Collection[str]], held: Mapping[int, Collection[str]]) -> str:
@@ -261,7 +262,7 @@ def _of_parts(rows: Sequence[Sequence[float]], known: Mapping[str, float], withi
         for at, value in enumerate(row)
         if not close(value, 1.0)
     ]
-    return "; ".join(odd[:_SHOWN]) + (f"; {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
+    return "; ".join(odd[:SHOWN]) + (f"; {len(odd) - SHOWN} more" if len(odd) > SHOWN else "")
 
 
 def _by(what: str, values: Sequence[float]) -> str:
@@ -278,7 +279,7 @@ def _by(what: str, values: Sequence[float]) -> str:
         if not close(values[number], 1.0)
     ]
     lacks = [f"the share of {what} {n} is missing" for n, value in enumerate(values) if not value]
-    return "; ".join((*lacks, *odd)[: 2 * _SHOWN])
+    return "; ".join((*lacks, *odd)[: 2 * SHOWN])
 
 
 def factor(value: float, known: Mapping[str, float], within: float = _CLOSE) -> str:

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardproof import axes
+from shardproof import axes, table
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import some
 from shardproof.checks.causes.state import of_buffers_at_start
-from shardproof.contract import Batch, Piece
+from shardproof.contract import Batch, MicroBatch, Piece
 from shardproof.evidence.assembled import Evidence
 from shardproof.oracle import training
 from shardproof.workloads import for_case
@@ -59,7 +60,10 @@ def of_loss(evidence: Evidence, step: int, shares: Mapping[int | None, float]) -
         and abs(share - truth.losses[number]) > within * abs(truth.losses[number])
     ]
     if wrong and len(shares) > len(wrong):
-        return f"only the loss of data coordinates {wrong} is wrong"
+        shares_of = [evidence.shares(step)[number] for number in wrong]
+        samples = [str(int(i)) for b in shares_of for m in b.micro_batches for i in m.sample_ids]
+        of = f"that of samples {table.some(samples, fits.SHOWN)}"
+        return f"only the loss of data coordinates {wrong} is wrong, {of}"
     return ""
 
 
@@ -132,6 +136,30 @@ class _Losses:
         yield from self._of_outputs(states, True)
         evaluated = _sum(self.of(self.evaluator(False), states))
         yield evaluated, "this is the loss in evaluation mode"
+        if self.evidence.case.lowest_dtype == "float64":  # among so many, one fits by chance
+            yield from self._of_parts(loss_of, states, _sum(losses))
+
+    def _of_parts(
+        self, loss_of: LossOf, states: Sequence[Mapping[str, Tensor]], whole: float
+    ) -> Tries:
+        """One sample, or one position of all samples, that is counted not at all, or twice."""
+        #     weights of a micro-batch, sample by position
+        #         a b c       row 1 alone: sample 1        column 2 alone: position 2
+        #         d e f           0 0 0                        0 0 c
+        #                         d e f                        0 0 f
+        positions: dict[int, float] = {}
+        for state, batch in zip(states, self.batches, strict=True):
+            for micro in batch.micro_batches:
+                for row, sample in enumerate(micro.sample_ids.tolist()):
+                    own = loss_of(state, [_only(micro, (row,))])
+                    yield whole - own, f"sample {sample} is not in the loss"
+                    yield whole + own, f"sample {sample} counts twice in the loss"
+                for at in range(micro.weights.shape[1]) if micro.weights.dim() > 1 else ():
+                    own = loss_of(state, [_only(micro, (slice(None), at))])
+                    positions[at] = positions.get(at, 0.0) + own
+        for at, own in positions.items():
+            yield whole - own, f"position {at} of every sample is not in the loss"
+            yield whole + own, f"position {at} of every sample counts twice in the loss"
 
     def _of_held(self) -> str:
         """A sentence on a loss that is right for a state that is wrong."""
@@ -222,6 +250,13 @@ class _Losses:
 
 def _sum(losses: Losses) -> float:
     return sum(map(sum, losses))
+
+
+def _only(micro: MicroBatch, place: tuple[Any, ...]) -> MicroBatch:
+    """The micro-batch with the weights at ``place`` alone."""
+    weights = torch.zeros_like(micro.weights)
+    weights[place] = micro.weights[place]
+    return replace(micro, weights=weights)
 
 
 def _next_targets(batch: Batch) -> Batch:
