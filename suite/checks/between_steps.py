@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+import torch
+
 from shardproof.checks import Worst, causes
 from shardproof.checks.causes.scalars import of_evaluation
 from shardproof.checks.causes.state import of_full_state
@@ -60,12 +62,21 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
         for trajectory in evidence.trajectories
     ]
     buffers = evidence.observed(step - 1, "after_update", "buffers").tensors
+    given = workload.state()
+    # A system that promises nothing of buffers need not show them: those that no step moves are
+    # known all the same, and with others there is nothing to compare with.
+    hidden = given.keys() - buffers.keys() - parameters[0].keys()
+    moved = evidence.truth.steps[step - 1].buffers[:1]
+    if any(
+        not torch.equal(own[name], given[name]) for own in moved for name in hidden & own.keys()
+    ):
+        return []
     loss_of, truth = training.evaluator(workload, case.precision), 0.0
     for number, batch in enumerate(batches):
         # Where all coordinates share one copy, each of them has that.
         own = {name: copies[min(number, max(copies))] for name, copies in buffers.items()}
         held = parameters[min(number, len(parameters) - 1)]
-        truth += loss_of({**held, **own}, batch.micro_batches)
+        truth += loss_of({**given, **held, **own}, batch.micro_batches)
     total = sum(shares.values())
     error = abs(total - truth) / (abs(truth) or 1.0)
     result = Comparison(error if error == error else float("inf"), bound)

@@ -48,3 +48,14 @@ class KeepsBuilt(ReferenceNaiveDDP):
         for name, buffer in self.module.named_buffers():
             if mesh.rank == 1:
                 buffer.copy_(built[name])
+
+
+class Hides(ReferenceNaiveDDP):
+    """Shows no buffers, and promises nothing of them."""
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        return replace(super().capabilities(options), buffers="none")
+
+    def local_state(self, kind: Any) -> Any:
+        return [] if kind == "buffers" else super().local_state(kind)
