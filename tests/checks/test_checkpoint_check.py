@@ -348,6 +348,23 @@ def test_sentences_say_what_was_not_loaded(told: state.Load, says: str) -> None:
     assert state.of_load(told) == says
 
 
+def test_three_names_are_said_and_all_are_kept() -> None:
+    saved = {f"w{number}": W + number for number in range(5)}
+    told = load("parameters", saved, {n: t + (n != "w0") for n, t in saved.items()})
+    said = "4 of 5 parameters were not loaded: 3 of 3 elements of 'w1' are others"
+    assert state.of_load(told) == f"{said} ('w1', 'w2', 'w3' and 1 more)"
+    assert told.wrong == ["w1", "w2", "w3", "w4"]
+
+
+def test_the_pattern_over_ranks_is_said() -> None:
+    saved = Assembled({name: dict.fromkeys(range(2), W) for name in ("a", "b")})
+    held = Assembled(
+        {name: {n: W + (owner != n) for n in range(2)} for owner, name in enumerate("ab")}
+    )
+    told = state.of_load(state.Load("parameters", 2, saved, held, {}, {}))
+    assert told.startswith("parameters were not loaded on each rank, of what other ranks own: ")
+
+
 @pytest.mark.parametrize(
     ("held", "says"),
     [

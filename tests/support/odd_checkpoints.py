@@ -18,6 +18,7 @@ from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
 from shardproof.impls.reference.checkpoint.sharded import Sharded
 from shardproof.impls.reference.ddp import ReferenceDDP
 from shardproof.impls.reference.diloco import DiLoCo, ReferenceDiLoCo
+from shardproof.impls.reference.local_sgd import LocalSGD, ReferenceLocalSGD
 from shardproof.impls.reference.parts.alone import Alone
 from shardproof.impls.reference.zero1 import ReferenceZero1
 
@@ -107,3 +108,23 @@ class KeepsNoLastOne(ReferenceZero1):
 
     class checkpointing_type(Checkpointing):
         sharded_type = RemovesFirst
+
+
+class MeetsAnew(ReferenceLocalSGD):
+    """After a load ranks count the steps to their next meeting from 0."""
+
+    class handle_type(LocalSGD):
+        since = 0
+
+        def loaded(self) -> None:
+            super().loaded()
+            self.since = -1
+
+        def begin_step(self, step: int) -> None:
+            super().begin_step(step)
+            self.since = step if self.since < 0 else self.since
+
+        def after_update(self) -> None:
+            self.step, true = self.step - self.since, self.step
+            super().after_update()
+            self.step = true

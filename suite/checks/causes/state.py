@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -299,8 +300,7 @@ def of_reload(base: Evidence, reloaded: Evidence, step: int) -> str:
     if (anew or not counters) and [*begin] == [False, True]:
         return "the optimizer state was not loaded: it starts again with the gradients of this step"
     # Parameters of ranks that train alone are moved by meetings as well as by updates.
-    alone = (own for own in reloaded.trajectories if isinstance(own, CoordinateEvidence))
-    if met := next(filter(None, (of_meeting(own, step) for own in alone)), ""):
+    if met := next(filter(None, (of_meeting(own, step) for own in _alone(base, reloaded))), ""):
         return met
     alike = here.keys() == there.keys() and all(was == now for was, now in counted)
     if alike and others and len(same) == len(others):
@@ -309,6 +309,14 @@ def of_reload(base: Evidence, reloaded: Evidence, step: int) -> str:
             "than were loaded (masters, or another copy of the parameters), or had another rate"
         )
     return ""
+
+
+def _alone(base: Evidence, reloaded: Evidence) -> list[CoordinateEvidence]:
+    """What each coordinate of ``reloaded`` holds, if it trains alone, beside the oracle of ``base``."""
+    both = copy(reloaded)
+    both.truth, both.meeting = base.truth, base.meeting
+    both.__dict__.pop("trajectories", None)  # of the oracle that it had before
+    return [own for own in both.trajectories if isinstance(own, CoordinateEvidence)]
 
 
 def _equal(one: Assembled, other: Assembled) -> bool:
