@@ -312,11 +312,11 @@ def of_reload(base: Evidence, reloaded: Evidence, step: int) -> str:
 
 
 def _alone(base: Evidence, reloaded: Evidence) -> list[CoordinateEvidence]:
-    """What each coordinate of ``reloaded`` holds, if it trains alone, beside the oracle of ``base``."""
-    both = copy(reloaded)
-    both.truth, both.meeting = base.truth, base.meeting
-    both.__dict__.pop("trajectories", None)  # of the oracle that it had before
-    return [own for own in both.trajectories if isinstance(own, CoordinateEvidence)]
+    """What each coordinate of ``reloaded`` holds, if it trains alone, with the oracle of ``base``."""
+    judged = copy(reloaded)
+    judged.truth, judged.meeting = base.truth, base.meeting
+    judged.__dict__.pop("trajectories", None)  # of the oracle that it had before
+    return [own for own in judged.trajectories if isinstance(own, CoordinateEvidence)]
 
 
 def _equal(one: Assembled, other: Assembled) -> bool:
