@@ -20,7 +20,7 @@ from typing import Any
 
 from shardproof import registry
 from shardproof.case import Case
-from shardproof.cases import kinds
+from shardproof.cases import ambiguous, kinds
 from shardproof.cases.kinds.kind import Schedules
 from shardproof.cases.launcher import Launcher
 from shardproof.cases.plans import plans_of
@@ -102,6 +102,7 @@ def judge_case(
                     record.seal = record.seal or case.seal
                 # All checks see the tensors here; decide_case needs only figures.
                 measure_case(evidence)
+                ambiguous.tell_apart(evidence, partial(_again, workdir / "again", cache, host))
                 account.figures = evidence  # a Figures: its stored form leaves the tensors out
         result = decide_case(account)
         if evidence is not None:
@@ -112,6 +113,12 @@ def judge_case(
         result = decide_case(account)
     result.seconds = account.timings["all"] = time.monotonic() - started
     return account, result
+
+
+def _again(folder: Path, cache: Path, host: RankHost, other: Case) -> Evidence | None:
+    """What another run of the system leaves, for a sentence alone: no check decides by it."""
+    folder.mkdir(exist_ok=True)
+    return _evidence(Account(other), Launcher(folder, host, cache))
 
 
 def _note_end(account: Account, error: Exception) -> None:
