@@ -19,9 +19,9 @@ from shardproof.case import Case
 from shardproof.cases import kinds as workload_kinds
 from shardproof.cases.kinds.kind import UntrainedKind
 from shardproof.cases.runner import WHOLE, Course, OnAccount, OnResult, run_cases
-from shardproof.checks import CHECKS, GENERAL, claims
+from shardproof.checks import CHECKS, GENERAL
 from shardproof.checks.overlap import SETTLING
-from shardproof.checks.results import CaseResult, Kill
+from shardproof.checks.results import CaseResult, Kill, told
 from shardproof.verdicts import JUDGE_ERROR, WORKING_PRECISION_ONLY
 
 #: Verdicts that a mutant may declare as its killer, besides names of checks: the open ones are
@@ -115,7 +115,7 @@ def judge_kill(pair: PlantedPair, own: CaseResult | None, parent: CaseResult | N
     """Compare the mutant's result with its parent's (``None``: left out, hence not killed)."""
     why_not = why_not_killed(pair, own, parent)
     as_declared = own is not None and not why_not and pair.case.depth != "family"
-    told = claims.told(pair.mutant.says, own.reason) if own and as_declared else None
+    how = told(pair.mutant.says, own.reason) if own and as_declared else None
     return Kill(
         name=pair.mutant.name,
         parent=pair.mutant.parent,
@@ -130,8 +130,8 @@ def judge_kill(pair: PlantedPair, own: CaseResult | None, parent: CaseResult | N
         seconds=own.seconds if own else 0.0,
         crash_says=pair.mutant.crash_says,
         depth=pair.case.depth or None,
-        named=None if told is None else told == "exact",
-        told=told,
+        named=None if how is None else how == "exact",
+        told=how,
     )
 
 

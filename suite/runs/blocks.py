@@ -16,8 +16,7 @@ from typing import Any
 from shardproof import verdicts
 from shardproof.backends import BACKENDS
 from shardproof.checks import CHECKS
-from shardproof.checks.claims import ALIKE, FINDING
-from shardproof.checks.results import CaseResult
+from shardproof.checks.results import ALIKE, FINDING, CaseResult
 from shardproof.table import some
 
 #: Ids that a block names beside that of its simplest case.

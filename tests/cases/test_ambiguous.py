@@ -11,7 +11,7 @@ from shardproof import registry
 from shardproof.cases.ambiguous import resolved
 from shardproof.cases.kills import pair
 from shardproof.cases.leader import judge_case
-from shardproof.checks.claims import ALIKE
+from shardproof.checks.results import ALIKE
 
 BOTH = f"every gradient is 2 times too small (2 = ranks or micro-batches{ALIKE}): differs"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardproof.checks.claims import of_line, told
+from shardproof.checks.results import claim_of, told
 
 END = "differs from the oracle: 'w' at step 0, gradients_final, rank 0: error 1 against bound 0"
 
@@ -26,7 +26,7 @@ END = "differs from the oracle: 'w' at step 0, gradients_final, rank 0: error 1 
     ],
 )
 def test_a_claim_stands_before_the_numbers(line: str, claim: str | None) -> None:
-    assert of_line(line) == claim
+    assert claim_of(line) == claim
 
 
 @pytest.mark.parametrize(

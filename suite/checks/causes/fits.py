@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardproof import table
-from shardproof.checks.claims import ALIKE
+from shardproof.checks.results import ALIKE
 from shardproof.contract import Piece
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.oracle import training

@@ -312,7 +312,7 @@ def of_reload(base: Evidence, reloaded: Evidence, step: int) -> str:
 
 
 def _alone(base: Evidence, reloaded: Evidence) -> list[CoordinateEvidence]:
-    """What each coordinate of ``reloaded`` holds, if it trains alone, and the oracle of ``base``."""
+    """What a coordinate of ``reloaded`` holds, if it trains alone, by the oracle of ``base``."""
     judged = copy(reloaded)
     judged.truth, judged.meeting = base.truth, base.meeting
     judged.__dict__.pop("trajectories", None)  # of the oracle that it had before
