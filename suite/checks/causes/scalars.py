@@ -79,12 +79,6 @@ def _multiples(truth: float, known: Mapping[str, float], what: str) -> Tries:
     for number in {n for n in known.values() if n > 1}:
         for times in (float(number), 1 / number):
             yield times * truth, fits.factor(times, known).replace("every gradient is", what)
-        if what == "the norm is":
-            # n equal squares make n times the square, so sqrt(n) times the norm.
-            root = math.sqrt(number)
-            names = " = ".join(name for name, size in known.items() if size == number)
-            of = f"{root:.4g} times the true one, the root of {number:g} ({names})"
-            yield root * truth, f"{what} {of}: equal gradients were counted on every rank"
 
 
 def _logarithms(evidence: Evidence, truth: float) -> Tries:
@@ -294,7 +288,7 @@ def of_norm(evidence: Evidence, step: int, rank: int, held: float, true: float) 
             for norm in (math.sqrt(_square_once(own, list(own))), *_wholes(evidence, own, rank))
         ),
         _multiples(true, fits.known(evidence, step), "the norm is"),
-        _over_axes(evidence, own, rank),
+        _over_axes(evidence, own, rank, true),
     )
     if found := fits.nearest(held, true, tries, within):
         return found
@@ -327,6 +321,10 @@ class _Ranks:
         alike = (r for r in self.own if all(self._where[r][axis] == place for axis, place in at))
         return [*alike]
 
+    def but(self, along: Sequence[str]) -> list[str]:
+        """The other axes."""
+        return [axis for axis in self.mesh if axis not in along]
+
     def choices(self) -> Iterator[tuple[str, ...]]:
         """Every choice of axes, few first."""
         for count in range(len(self.mesh) + 1):
@@ -348,7 +346,9 @@ def _wholes(evidence: Evidence, own: Mapping[int, Sequence[Piece]], rank: int) -
             yield math.sqrt(_square_once(own, peers))
 
 
-def _over_axes(evidence: Evidence, own: Mapping[int, Sequence[Piece]], rank: int) -> Tries:
+def _over_axes(
+    evidence: Evidence, own: Mapping[int, Sequence[Piece]], rank: int, true: float
+) -> Tries:
     """Sums of squares over some axes of the mesh, with every copy counted or none."""
     #     squares of the ranks of a 2 x 2 mesh     a b     rank 0 clips by the root of
     #                                              c d
@@ -356,14 +356,18 @@ def _over_axes(evidence: Evidence, own: Mapping[int, Sequence[Piece]], rank: int
     #         a + b            the inner axis only
     #         a                what the rank holds itself
     ranks = _Ranks(evidence, own)
+    copied = [axis for axis in ranks.mesh if ranks.hold_all(ranks.meeting(rank, ranks.but([axis])))]
     for along in ranks.choices():
-        peers, rest = ranks.meeting(rank, along), [axis for axis in ranks.mesh if axis not in along]
+        peers, rest = ranks.meeting(rank, along), ranks.but(along)
         over, alone = _named(along), f"this is the norm of what rank {rank} holds itself"
+        if along and {*along} <= {*copied}:
+            # n equal squares make n times the square, so sqrt(n) times the norm.
+            root = math.sqrt(len(peers))
+            of = f"{root:.4g} times the true one, the root of {len(peers)} (ranks along {over})"
+            yield root * true, f"the norm is {of}: equal gradients were counted on every rank"
         if along:
-            # Replicas of all of it are no axis that was forgotten.
-            cut = [
-                axis for axis in rest if not ranks.hold_all(ranks.meeting(rank, _but(ranks, axis)))
-            ]
+            # Along an axis of copies only nothing is left to sum.
+            cut = [axis for axis in rest if axis not in copied]
             less = f", not over {_named(cut)}" if cut else ""
             alone = f"the squares were summed over {over} only{less}"
             squares = [
@@ -379,10 +383,6 @@ def _over_axes(evidence: Evidence, own: Mapping[int, Sequence[Piece]], rank: int
             yield math.sqrt(sum(squares)), f"the squares were summed over {over}, {copies}{less}"
         if rest and not ranks.hold_all(peers):
             yield math.sqrt(_square_once(own, peers)), alone
-
-
-def _but(ranks: _Ranks, axis: str) -> list[str]:
-    return [other for other in ranks.mesh if other != axis]
 
 
 def _local(evidence: Evidence, step: int) -> Tries:

@@ -190,6 +190,7 @@ def _of_sort(load: Load, noun: str, names: Sequence[str]) -> str:
     wrong: dict[str, tuple[Tensor, Tensor]] = {}
     of_copies: dict[int, set[str]] = {}
     of_all: dict[int, set[str]] = {}
+    right: set[int] = set()
     for name in names:
         pairs = {n: (want, have) for n, want, have in both(saved[name], held[name])}
         odd = [n for n, pair in pairs.items() if not bitwise(*pair).ok]
@@ -199,11 +200,12 @@ def _of_sort(load: Load, noun: str, names: Sequence[str]) -> str:
             of_copies.setdefault(n, set()).add(name)
         if odd:
             wrong[name] = pairs[min(odd)]
+            right |= pairs.keys() - odd
     if not wrong:
         return ""
     load.wrong.extend(wrong)
     where = ""
-    if of_all.keys() - of_copies.keys():
+    if right - of_copies.keys():
         which = ", ".join(map(str, sorted(of_copies)))
         where = f" on {'replica' if len(of_copies) == 1 else 'replicas'} {which} only"
     elif pattern := fits.of_others(of_copies, of_all):
