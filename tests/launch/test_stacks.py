@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from shardproof.launch import process_control, stacks
+from shardproof.launch import frames, process_control, stacks
 
 #: Asked for its stack, it writes into a pipe that nobody reads yet.
 SLOW = """
@@ -87,6 +87,15 @@ def test_a_process_without_a_handler_is_not_asked(tmp_path: Path) -> None:
         stacks.ask({process.pid: tmp_path / "stacks"})
         assert process.poll() is None
         process.kill()
+
+
+def test_the_line_of_a_system_that_is_built_of_the_suites_parts_is_its_own() -> None:
+    part = f"{frames.SUITE}/impls/reference/zero1.py", 9, "finish"
+    own = "/home/me/mine.py", 7, "step"
+    judge = f"{frames.SUITE}/backends/base.py", 3, "wait"
+    assert frames.innermost([own, part, judge]) == own
+    assert frames.innermost([part, judge]) == part
+    assert frames.innermost([judge]) is None
 
 
 def test_a_stack_is_told_as_python_tells_it() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shardproof import verdicts
 from shardproof.report import tables
-from shardproof.table import Mark, Table, TableCell, markdown_text
+from shardproof.table import Mark, Table, TableCell, markdown_text, shortened
 
 LONG = "reference/fully_sharded_data_parallel+every::option::of::all"
 MARKS: tuple[Mark, ...] = ("", "bad")
@@ -60,6 +60,12 @@ def test_a_table_that_fits_is_aligned_in_columns() -> None:
     heading, first, second = printed(TABLE, 120).splitlines()[1:4]
     end = heading.index("bytes sent") + len("bytes sent")
     assert first[:end].endswith("1,024 = formula") and second[:end].endswith("12 / 13")
+
+
+def test_a_terminal_shows_the_beginning_of_a_long_sentence() -> None:
+    assert shortened("short") == "short"
+    told = shortened("word " * 1000)
+    assert len(told) <= 600 and told.endswith("word ... (the report has the rest)")
 
 
 def test_a_table_that_does_not_fit_becomes_a_block_for_each_row() -> None:

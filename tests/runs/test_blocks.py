@@ -9,7 +9,8 @@ import pytest
 from made_case import made_case
 
 from shardproof.case import WorkloadSpec
-from shardproof.checks.results import CaseResult
+from shardproof.checks import Outcome
+from shardproof.checks.results import ALIKE, CaseResult
 from shardproof.contract import OptimizerSpec
 from shardproof.runs.blocks import blocks, cause, of_result
 
@@ -112,6 +113,27 @@ def test_the_simplest_case_leads() -> None:
     assert block.more() == (
         "and 5 more cases: s::mine:Mine::4, s::mine:Mine::3, s::mine:Mine::1 and 2 more"
     )
+
+
+def test_a_sentence_that_leaves_no_question_open_leads() -> None:
+    """Of a factor that may be either of two numbers the case that tells which is shown first."""
+    either = f"every gradient is 2 times too small (2 = ranks or micro-batches{ALIKE}): "
+    plain = "every gradient is 3 times too small (3 = ranks): "
+    longer = differs(plain, 3) + "\nnorm: this is wrong as well"
+    results = [
+        failed(0, differs(either, 2)),
+        failed(1, longer, world=3),
+        failed(2, differs(plain, 3), world=3),
+    ]
+    [block] = blocks(map(of_result, results))
+    assert [failure.id[-1] for failure in block.failures] == ["2", "1", "0"]
+
+
+def test_all_names_are_told_that_a_sentence_only_begins() -> None:
+    result = failed(0, "checkpoint: 4 of 9 parameters were not loaded ('a', 'b', 'c' and 1 more)")
+    assert of_result(result).names == ""
+    found = Outcome("checkpoint", "fail", figures={"names": ["a", "b", "c", "d"]})
+    assert of_result(replace(result, checks=[found])).names == "all of them: a, b, c, d"
 
 
 def test_each_system_has_its_own_blocks_and_the_gravest_comes_first() -> None:
