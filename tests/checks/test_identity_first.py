@@ -87,3 +87,21 @@ def test_a_meeting_at_the_wrong_step_is_no_other_rate(
     else:
         assert "no meeting took place" in result.reason, result.reason
         assert "rate" not in result.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("LeavesSample", "sample 3 is not in the loss"),
+        ("LeavesPosition", "position 7 of every sample is not in the loss"),
+    ],
+)
+def test_a_wrong_loss_names_samples_and_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    monkeypatch.syspath_prepend(str(SUPPORT))
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    own = {"workload": GPT, "checks": ("equivalence",), "steps": 2}
+    case = made_case(f"lossy_losses:{name}", {"replicate": 2}, **own)
+    _, result = judge_case(case, tmp_path / "case", tmp_path / "oracles")
+    assert result.reason.startswith(f"equivalence: {says}: "), result.reason
