@@ -33,6 +33,6 @@ def test_a_mean_over_2_ranks_is_none_over_2_micro_batches(tmp_path: Path) -> Non
     own = pair(registry.load_mutant("ddp_divides_by_world"), weigh_all=False).case
     workload = replace(own.workload, micro_batches=2, windows=1, global_batch=12)
     case = replace(own, mesh={"replicate": 2}, workload=workload, checks=("equivalence",))
-    account, result = judge_case(case, tmp_path / "case", tmp_path / "oracles")
+    account, result = judge_case(case, tmp_path, tmp_path / "oracles")
     assert "every gradient is 2 times too small (2 = ranks)" in result.reason, result.reason
     assert account.figures is not None

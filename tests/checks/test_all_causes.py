@@ -115,7 +115,7 @@ def _asked(evidence: Evidence) -> Iterator[Any]:
 def test_no_cause_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.syspath_prepend(str(SUPPORT))
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    account, result = judge_case(_case(name), tmp_path / "case", tmp_path / "oracles")
+    account, result = judge_case(_case(name), tmp_path, tmp_path / "oracles")
     evidence = account.figures
     assert isinstance(evidence, Evidence), result.reason
     assert result.verdict == "pass", result.reason

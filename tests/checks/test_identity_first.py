@@ -32,7 +32,7 @@ def test_a_norm_of_replicas_that_differ_is_no_norm_over_other_axes(
         optimizer=OptimizerSpec(clip_norm=0.05),
         checks=("equivalence", "norm"),
     )
-    account, result = judge_case(case, tmp_path / "case", tmp_path / "oracles")
+    account, result = judge_case(case, tmp_path, tmp_path / "oracles")
     evidence = account.figures
     assert isinstance(evidence, Evidence) and result.verdict == "pass", result.reason
     norm = float(evidence.truth.steps[0].norm)
@@ -81,7 +81,7 @@ def test_a_meeting_at_the_wrong_step_is_no_other_rate(
         checkpoint=CheckpointPlan(save_at=1),
         steps=4,
     )
-    _, result = judge_case(case, tmp_path / "case", tmp_path / "oracles")
+    _, result = judge_case(case, tmp_path, tmp_path / "oracles")
     if name.startswith("reference"):
         assert result.verdict == "pass", result.reason
     else:
@@ -103,5 +103,5 @@ def test_a_wrong_loss_names_samples_and_positions(
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     own = {"workload": GPT, "checks": ("equivalence",), "steps": 2}
     case = made_case(f"lossy_losses:{name}", {"replicate": 2}, **own)
-    _, result = judge_case(case, tmp_path / "case", tmp_path / "oracles")
+    _, result = judge_case(case, tmp_path, tmp_path / "oracles")
     assert result.reason.startswith(f"equivalence: {says}: "), result.reason
