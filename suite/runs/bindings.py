@@ -85,10 +85,12 @@ def unbound(run: Run) -> Iterator[str]:
             yield f"{where}: {name}: an earlier invocation's result stands after a later one's"
     yield from _planted(run)
     yield from _planned(run, plans)
+    planted = {id(result) for result in run.mutant_cases}  # a fault that fails is caught
     # What was lost before, nobody can tell.
     whole = max((n for n, one in enumerate(invocations) if one.mended), default=0)
     for number, one in enumerate(invocations[whole:], whole):
-        ends = [(n, r.verdict) for results in of.values() for n, r in results if n <= number]
+        pairs = (pair for results in of.values() for pair in results if pair[0] <= number)
+        ends = [(n, r.verdict) for n, r in pairs if id(r) not in planted]
         if one.exit_code in _GRAVITY and not one.kills:
             own = {verdicts.kind(verdict) for n, verdict in ends if n == number}
             if problem := _other_end(one.exit_code, own, {verdicts.kind(v) for _, v in ends}):
