@@ -30,7 +30,15 @@ from torch import Tensor
 from shardproof import axes
 from shardproof.backends import BACKENDS
 from shardproof.case import Lane
-from shardproof.checks import Needs, Outcome, between_steps, causes, numbers, working_precision
+from shardproof.checks import (
+    Needs,
+    Outcome,
+    between_steps,
+    causes,
+    clip_factor,
+    numbers,
+    working_precision,
+)
 from shardproof.checks.causes.buffers import of_buffers
 from shardproof.checks.causes.fits import some
 from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_gradients
@@ -257,7 +265,16 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             cause = of_clipping if point == "after_clip" else of_gradients
             with _told(partial(cause, evidence, step, state)):
                 moment.end(case.world)
+            if point == "after_clip" and case.lowest_dtype in numbers.NARROW:
+                _factor(evidence, step, moment)
         _replay(evidence, step, rows)
+
+
+def _factor(evidence: Evidence, step: int, moment: Moment) -> None:
+    """The factor of clipping on every rank, which the errors of gradients would hide."""
+    for rank, problem in clip_factor.problems(evidence, step):
+        moment.problem("the factor of clipping", (rank,), f"rank {rank}: {problem}")
+    moment.end(evidence.case.world)
 
 
 def exact(evidence: Figures) -> bool:

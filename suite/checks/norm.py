@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from shardproof.checks import Needs, Outcome, Worst, causes
 from shardproof.checks.causes.scalars import of_norm
 from shardproof.checks.equivalence import judged_lane
-from shardproof.checks.numbers import FP64_BOUND
+from shardproof.checks.numbers import FP64_BOUND, NARROW
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 
@@ -26,6 +28,23 @@ NEEDS: Needs = ("values",)
 
 #: Bound of the relative error by dtype (float32: 100 round-offs; norms are sums of thousands).
 BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5, "bfloat16": 0.05, "float16": 0.01}
+#: Roundings of a norm that is kept in a narrow dtype: that of a tensor's own norm, of its square and
+#: of the sum over ranks, and of the root (half of one); then of the norm of these.
+_ROUNDINGS = 4
+
+
+def _bound(dtype: str, norm: float, truth: float) -> float:
+    """What correct runs may err by.
+
+    A norm that is no number of a narrow dtype was added up in a wider one, at worst from the
+    tensors' own norms, each of which that dtype rounds once.
+    """
+    if dtype not in NARROW:
+        return BOUNDS[dtype]
+    narrow = torch.finfo(getattr(torch, dtype))
+    unit = max(narrow.eps / 2, narrow.smallest_normal * narrow.eps / (truth or 1.0))
+    is_rounded = float(torch.tensor(norm, dtype=getattr(torch, dtype))) == norm
+    return min(unit * (_ROUNDINGS if is_rounded else 1) + BOUNDS["float32"], BOUNDS[dtype])
 
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
@@ -45,7 +64,6 @@ def decide(evidence: Figures) -> Outcome:
     """Compare ``StepResult.norm`` of every rank and step with the oracle's pre-clip norm."""
     if (limit := evidence.case.optimizer.clip_norm) is None:
         return Outcome("norm", "skip", "clipping is off")
-    bound = BOUNDS[evidence.case.lowest_dtype]
     compared, active = list[Worst](), 0
     for step, truths in _truths(evidence).items():
         # Where each rank trains alone, one clipped rank makes the step a test.
@@ -60,10 +78,11 @@ def decide(evidence: Figures) -> Outcome:
             error = abs(value - truth) / (truth or 1.0)
             # NaN would compare as neither larger nor smaller, and max would pass it over.
             error = math.inf if math.isnan(error) else error
+            bound = _bound(evidence.case.lowest_dtype, value, truth)
             compared.append(Worst("gradient norm", step, "gradients_final", owner, error, bound))
     worst = max(compared, key=lambda this: this.error)
     figures = {"clipped_steps": active, "steps": len(evidence.steps)}
-    if wrong := [this for this in compared if this.error > bound]:
+    if wrong := [this for this in compared if this.error > this.bound]:
         counts = [sum(one.step == wrong[0].step for one in of) for of in (wrong, compared)]
         told = [row.problem for row in evidence.compared.get("norm", ()) if row.problem]
         message = ": ".join([*told, f"pre-clip global norm is wrong: {wrong[0]}"])

@@ -30,6 +30,8 @@ FP64_BOUND = 1e-12
 WORKING_PRECISION_FACTORS = {"float64": 3.0, "float32": 3.0, "bfloat16": 4.0, "float16": 4.0}
 #: The same for data parallelism alone that reduces bf16 gradients in fp32.
 WORKING_PRECISION_FACTOR_DATA_PARALLEL = 2.0
+#: Dtypes whose round-off is a visible part of a number.
+NARROW = ("bfloat16", "float16")
 #: Replayed updates: units in the last place of the larger of old and new value.
 REPLAY_ULPS = 4
 #: Roundings of an update and of the optimizer's state.  AdamW: 3 for each moment, of which the root

@@ -12,7 +12,8 @@ rank that has none in those: which unit follows is known from its own forward be
 
 Of strategies that shard parameters gathers are counted as well: how many are issued ahead, while
 another unit computes (prefetch), and how deep: how many are under way when a unit begins, against
-what the strategy promises.
+what the strategy promises.  Where it promises that, too, they are needed in the order of their
+issue: a unit gathered ahead of another that is used earlier holds that one up.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def decide(evidence: Figures) -> Outcome:
                 deepest = {phase: _depth(record, step, phase) for phase in ahead.depth}
                 depths = {phase: max(most, depths.get(phase, 0)) for phase, most in deepest.items()}
                 problem = _wrong_gathers(ahead, rounds, gathers[-1], deepest)
+                problem = problem or (_out_of_order(issued) if ahead.in_order else "")
             # How many may leave late, and what hides them, only a layout tells.
             most = allowed if evidence.depth == "layout" else None
             watched = ahead is None or ahead.watched
@@ -169,6 +171,21 @@ def _wrong_gathers(ahead: Prefetch, rounds: int, early: int, deepest: Mapping[st
             wanted = str(least) if least == most else f"{least} to {most}"
             found = f"at most {deepest[phase]} gathers are under way"
             return f"when a unit's {phase} begins {found}, {wanted} promised"
+    return ""
+
+
+def _out_of_order(gathers: list[LoggedCall]) -> str:
+    """The first gather that is waited for before one that was issued earlier; empty: none is."""
+    #     issued       a  c  b      a group carries its calls out in this order
+    #     waited for   a  b  c      b comes only when c, which nobody needs yet, is over
+    last: dict[tuple[int, ...], LoggedCall] = {}
+    for call in (call for call in gathers if call.waited is not None):
+        before = last.setdefault(call.group, call)
+        if (call.waited or 0) < (before.waited or 0):
+            what = f"a gather of {before.payload_bytes:,} bytes is issued before one of"
+            why = "units are gathered ahead in another order than they are used"
+            return f"{what} {call.payload_bytes:,}, and needed after it: {why}"
+        last[call.group] = call
     return ""
 
 

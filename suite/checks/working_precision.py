@@ -50,7 +50,7 @@ def factor(evidence: Figures) -> float:
     data_parallel = axes.size(case.mesh, axes.exchanging(case.mesh)) == 1
     wide = case.precision.get("reduce") == "float32"
     wide = wide or "fp32_reduction" in evidence.declaration.features
-    if case.lowest_dtype in ("bfloat16", "float16") and data_parallel and wide:
+    if case.lowest_dtype in numbers.NARROW and data_parallel and wide:
         return numbers.WORKING_PRECISION_FACTOR_DATA_PARALLEL
     return numbers.WORKING_PRECISION_FACTORS[case.lowest_dtype]
 

@@ -60,6 +60,7 @@ class NaiveDDP(Single):
     """Full replication; every gradient in a call of its own, once a step."""
 
     strategy = "naive_ddp"
+    frees_gradients = True
     source = f"gradients once a step, whatever the micro-batches. {_ALL_REDUCE}"
 
     def flows(self) -> list[Flow]:

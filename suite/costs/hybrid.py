@@ -65,6 +65,7 @@ class Hybrid(CostModel):
         #   pipe rank 0      a          b       the data ranks of one cell share its list of models:
         #   pipe rank 1      c          d       one a stage, and one a tensor tied over stages
         self.models = lru_cache(maxsize=None)(self._models)
+        self.frees_gradients = all(m.frees_gradients for m in self.of(0)[0])  # type: ignore[misc]
 
     @cached_property
     def stages(self) -> Stages:

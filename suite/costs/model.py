@@ -127,6 +127,8 @@ class Prefetch:
     #: Phase -> fewest and most gathers in flight when a unit begins, at the fullest moment of a
     #: step; a phase without an entry is not judged.
     depth: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    #: Gathers are waited for in the order in which they are issued.
+    in_order: bool = False
 
     def after_backward(self, rounds: int, idle: int) -> int:
         """Most late reductions of a step: ``rounds`` computing ones, then ``idle`` idle ones."""
@@ -146,6 +148,8 @@ class CostModel(ABC):
     divided: ClassVar[tuple[bool, bool, bool]] = (False, False, False)
     #: Whether shards rest as built, whatever is computed with: they are masters themselves.
     rests_as_built: ClassVar[bool] = False
+    #: Whether gradients are gone when the next step begins.
+    frees_gradients: ClassVar[bool] = False
     #: The strategy that an upstream system carries out; its bytes are shown as a multiple of that.
     textbook: ClassVar[str] = ""
 

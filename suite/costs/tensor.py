@@ -23,6 +23,7 @@ class TensorParallel(CostModel):
     """A rank of t holds P + G + O bytes: 1/t of those of split layers, all of those of others."""
 
     strategy = "tensor"
+    frees_gradients = True
     divided = (True, True, True)
     source = (
         "two all-reduces forward and two backward of bsh elements a layer: Megatron-LM (arXiv "

@@ -159,6 +159,7 @@ class Zero2(Zero1):
     """
 
     strategy = "zero2"
+    frees_gradients = True
     source = (
         f"{_ZERO} section V-B and VII-B; with m micro-batches every one is reduced: "
         "(m + 1) (N-1)/N Psi a rank"
@@ -204,6 +205,7 @@ class Zero3(CostModel):
     """
 
     strategy = "zero3"
+    frees_gradients = True
     source = (
         f"{_ZERO} section V-C and VII-B: 3 (N-1)/N Psi a rank and micro-batch; padding: FSDP "
         "(arXiv 2304.11277) section 3.2.1"
@@ -344,7 +346,11 @@ class Zero3(CostModel):
         once = all(self.facts.called(unit.name) <= 1 for unit in self.units if unit.name)
         if once and not self.uncalled and self.facts.shards > 1:
             depth = {way: self.depth(self._prefetched(way)) for way in ("forward", "backward")}
-        return Prefetch(gathers, late, len(self.trained), watched=watched, depth=depth)
+        # Units of a group that is computed again as one are gathered forwards, and used backwards.
+        in_order = bool(depth) and self._recomputed() < 2
+        return Prefetch(
+            gathers, late, len(self.trained), watched=watched, depth=depth, in_order=in_order
+        )
 
     @property
     def rests(self) -> int:

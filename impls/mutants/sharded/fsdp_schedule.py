@@ -17,7 +17,7 @@ from shardproof.impls.reference.fsdp.schedule import FSDP
 from shardproof.impls.reference.units.events import UnitEvents
 from shardproof.impls.reference.units.parameters import ParameterState
 from shardproof.impls.reference.units.shard import ShardedUnit
-from shardproof.impls.reference.zero3 import Zero3
+from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
 
 
 @mutant(
@@ -111,6 +111,51 @@ class PrefetchesOneForTwo(FSDP):
         self.options = replace(given, prefetch_backward=1)
         super().before_backward(unit)
         self.options = given
+
+
+@mutant(
+    "fsdp_gathers_farther_unit_first",
+    says="gathered ahead in another order than they are used",
+    zoo=("F25",),
+    killed_by=("overlap",),
+    options={"prefetch_forward": 2, "prefetch_backward": 2},
+    workload=whole_gpt(),
+)
+class GathersFartherUnitFirst(FSDP):
+    """Of two units that are gathered ahead the second is gathered first."""
+
+    def before_forward(self, unit: ShardedUnit, again: bool) -> None:
+        self.order.forward_begins, given = self.reversed, self.order.forward_begins
+        self.given = given
+        try:
+            super().before_forward(unit, again)
+        finally:
+            self.order.forward_begins = given  # type: ignore[method-assign]
+
+    def reversed(self, unit: ShardedUnit, ahead: int) -> list[ShardedUnit]:
+        """The same units, the last one first."""
+        return self.given(unit, ahead)[::-1]
+
+
+@mutant(
+    "zero3_keeps_gradients_through_forward",
+    says="forward: gradients: .* at the peak",
+    killed_by=("memory",),
+    workload=deep_gpt(micro_batches=1),
+    parent=ReferenceZero3,
+)
+class KeepsGradientsThroughForward(Zero3):
+    """Gradients are cleared right before the next step's backward, not after the update."""
+
+    def after_step(self) -> None:
+        self.used.clear()
+
+    def before_backward(self, unit: ShardedUnit) -> None:
+        if unit is self.root:
+            used = set(self.used)
+            super().after_step()
+            self.used |= used
+        super().before_backward(unit)
 
 
 @mutant(

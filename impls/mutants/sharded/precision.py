@@ -70,6 +70,37 @@ class TruncatesMasters(Masters):
 
 
 @mutant(
+    "zero1_rounds_clip_factor",
+    says="clipped by the factor .* more than rounding in float32 explains",
+    killed_by=("equivalence",),
+    **{**WIDE, "optimizer": replace(ADAMW, clip_norm=0.05)},
+)
+class RoundsClipFactor(Masters):
+    """The factor of clipping is rounded to bf16, in which parameters are, before it meets fp32."""
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        super().scale_gradients(factor.bfloat16().to(factor.dtype))
+
+
+@mutant(
+    "zero2_clips_below_limit_in_bf16",
+    says="clipped by the factor .* more than rounding in bfloat16 explains",
+    killed_by=("equivalence",),
+    workload=WIDE["workload"],
+    optimizer=replace(ADAMW, clip_norm=0.05),
+    options=BUCKETS,
+    lane="working_precision",
+    dtype="bfloat16",
+)
+class ClipsBelowLimitInBf16(ReferenceZero2):
+    """In bf16 the norm is guarded by 1 % of itself, so all gradients are 1 % too small."""
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        narrow = self.built[next(iter(self.built))] == torch.bfloat16
+        super().clip(norm * 1.01 if narrow else norm, max_norm)
+
+
+@mutant(
     "zero1_masters_from_working_copies",
     says="rounded|master",
     zoo=("O14",),

@@ -34,7 +34,7 @@ from shardproof.checks import Needs, Outcome, Worst
 from shardproof.checks.memory import growth, unattributed
 from shardproof.costs import CostModel, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
-from shardproof.costs.model import JUDGED
+from shardproof.costs.model import JUDGED, Bound
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, slots
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
@@ -279,7 +279,11 @@ def _peaks(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iter
     for (step, phase), spaces in _bytes_at(record, "peak").items():
         if step not in evidence.steps:
             continue  # made before a load
-        for kind, bound in cost_model.peaks(record.rank, phase, step).items():
+        bounds = cost_model.peaks(record.rank, phase, step)
+        # A second micro-batch goes forward beside the gradients of the first.
+        if phase == "forward" and cost_model.frees_gradients and cost_model.facts.rounds == 1:
+            bounds = {"gradients": Bound(0, 0)} | bounds
+        for kind, bound in bounds.items():
             held = spaces.get("device", {}).get(kind, 0)
             yield "at the peak", step, phase, kind, held, bound.low, bound.high
 
