@@ -4,6 +4,8 @@
     python -m tools.cover --draw 20000   # among more cases: fewer are needed
     python -m tools.cover --triples      # writes conformance/covering-triples/: triples of
                                              # what touches communication
+    python -m tools.cover --arrays       # writes conformance/covering-arrays/: three conditions
+                                             # of three kinds (campaign/factors.py)
     python -m tools.cover --more NAME    # beside those that stand: for a new trigger
 
 What is written has no quick case: ``python -m tools.choose_quick`` chooses them anew.
@@ -26,12 +28,13 @@ import json
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from shardproof.backends import BACKENDS
+from shardproof.campaign import factors
 from shardproof.campaign.draws import numbered_case
 from shardproof.campaign.varied import EXACT, RARE, can_vary, other, scaled
 from shardproof.case import Case
@@ -45,7 +48,13 @@ from shardproof.scenarios.vocabulary import installed
 from tools import triples
 
 ROOT = Path(__file__).resolve().parents[1] / "scenarios"
-FOLDER, TRIPLES = (ROOT / "conformance" / name for name in ("covering", "covering-triples"))
+FOLDER, TRIPLES, ARRAYS = (
+    ROOT / "conformance" / name for name in ("covering", "covering-triples", "covering-arrays")
+)
+#: Most cases of arrays, and about the CPU seconds of those that the quick tier takes of them.
+MOST_ARRAYS, QUICK_SECONDS = 400, 8.0
+#: Other loss scales: none, and one whose squares overflow in fp32.
+SCALES = (1.0, 2.0**80)
 #: Folders whose scenarios stand, but for those that are written.
 STANDING = (ROOT / "conformance", ROOT / "checkpoint")
 SEED = 1
@@ -153,8 +162,13 @@ def choose(
     return chosen
 
 
-def scenario(name: str, what: str, chosen: Sequence[tuple[Candidate, set[Item]]]) -> str:
-    """The file ``name`` of cases that were chosen for ``what``."""
+def scenario(
+    name: str,
+    what: str,
+    chosen: Sequence[tuple[Candidate, set[Item]]],
+    quick: Collection[Candidate] = (),
+) -> str:
+    """The file ``name`` of cases that were chosen for ``what``, of which some are ``quick``."""
     # What a cell of ``include`` does not say it has of the matrix: a precision cannot be unsaid.
     chosen = sorted(chosen, key=lambda one: "precision" in _cell(one[0].case, 0))
     first = chosen[0][0].case
@@ -175,6 +189,8 @@ def scenario(name: str, what: str, chosen: Sequence[tuple[Candidate, set[Item]]]
         lines.append(f"  - reason: {_flow(_what(new))}")
         lines += [f"    {key}: {_flow(value)}" for key, value in _cell(one.case, number).items()]
     lines += [*_plans(first), f"checks: {_flow(list(first.checks))}", "tier: full"]
+    if labels := [f"c{number:03d}" for number, (one, _) in enumerate(chosen) if one in quick]:
+        lines += ["quick:", f"  - {{workload: {_flow(labels)}}}"]
     return "\n".join(lines) + "\n"
 
 
@@ -275,7 +291,11 @@ def passing(
 
 
 def write(
-    folder: Path, what: str, chosen: Sequence[tuple[Candidate, set[Item]]], more: str = ""
+    folder: Path,
+    what: str,
+    chosen: Sequence[tuple[Candidate, set[Item]]],
+    more: str = "",
+    quick: Collection[Candidate] = (),
 ) -> None:
     """Put them into files of ``folder`` in place of those there, or, as ``more``, beside them."""
     groups = defaultdict[str, list[tuple[Candidate, set[Item]]]](list)
@@ -287,10 +307,44 @@ def write(
     for old in folder.glob(f"{folder.name}-{more}-*.yaml" if more else "*.yaml"):
         old.unlink()
     for name, members in groups.items():
-        (folder / f"{name}.yaml").write_text(scenario(name, what, members))
+        (folder / f"{name}.yaml").write_text(scenario(name, what, members, quick))
     cost, met = sum(one.cost for one, _ in chosen), sum(len(new) for _, new in chosen)
     print(f"{len(chosen)} cases in {len(groups)} files for {met:,} {what},")
     print(f"about {cost:,.0f} CPU seconds")
+
+
+def arrays(draw: int) -> None:
+    """Write the cases for triples of conditions, and say which share is met before and after."""
+    cases = [case for case in standing(ARRAYS) if pairs.counts(case)]
+    others = [(g, c) for g, c in (*drawn(draw), *conditioned(varied(cases, draw))) if c.world > 1]
+    candidates = [Candidate(g, c, factors.triples(c), estimate(c)) for g, c in others]
+    print(factors.sentence(cases), flush=True)
+    met = set[Item]().union(*map(factors.triples, cases))
+    wanted = set[Item]().union(*(one.items for one in candidates)) - met
+    chosen = passing(candidates, wanted, MOST_ARRAYS)
+    new = set[Item]().union(*(own for _, own in chosen))
+    quick = [one for one, _ in choose([one for one, _ in chosen], new, QUICK_SECONDS)]
+    write(ARRAYS, "triples of conditions", chosen, quick=quick)
+    print(factors.sentence([*cases, *(one.case for one, _ in chosen)]))
+
+
+def conditioned(given: Iterable[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:
+    """The same cases, most of them with decay, a warm-up, no momentum or another loss scale."""
+    source = random.Random(SEED)
+    for group, case in given:
+        spec = case.optimizer
+        changed: dict[str, Any] = {
+            "weight_decay": source.choice((spec.weight_decay, 0.1)),
+            "warmup_steps": source.choice((spec.warmup_steps, 2)),
+            "momentum": source.choice((spec.momentum, spec.momentum, 0.0)),
+        }
+        if spec.scaler is not None and case.lowest_dtype != "float16":
+            initial = source.choice((spec.scaler.initial, *SCALES))
+            changed["scaler"] = replace(spec.scaler, initial=initial)
+        yield (
+            group,
+            case if case.lane in EXACT else replace(case, optimizer=replace(spec, **changed)),
+        )
 
 
 def main() -> None:
@@ -299,7 +353,11 @@ def main() -> None:
     parser.add_argument("--draw", type=int, default=30_000, help="candidates of each kind")
     parser.add_argument("--triples", action="store_true", help="cases for triples")
     parser.add_argument("--more", metavar="NAME", help="files so called beside those that stand")
+    parser.add_argument("--arrays", action="store_true", help="cases for three conditions")
     given = parser.parse_args()
+    if given.arrays:
+        arrays(given.draw)
+        return
     cases = standing(*() if given.more else (TRIPLES,) if given.triples else (FOLDER, TRIPLES))
     others = [*drawn(given.draw), *varied(cases, given.draw)]
     of: Callable[[Case], frozenset[Item]] = triples.of if given.triples else pairs.of

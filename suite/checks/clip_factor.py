@@ -2,11 +2,12 @@
 
 In bf16 a gradient may err by several per cent, so a factor that is 1 % off hides in its errors.  But
 a factor is one number: from what a rank shows before and after clipping it is known to a small part
-of one round-off.  Each rank is held to the norm that it reports, which the check ``norm`` judges.
+of one round-off.  Each rank is held to the norm that
+it reports, which the check ``norm`` judges, or to that of the gradients that are shown.
 
     correct   limit / (norm + 1e-6), as computed in fp64
               the same rounded to the dtype of the gradients, as a product with them may do
-              the quotient of rounded numbers, as torch's ``clip_grad_norm_`` computes it there
+              computed in that dtype, as torch's ``clip_grad_norm_`` does
 
 Allowed is what lies between these, and the rounding of the products: n products of random sign err
 together by 1 / sqrt(n) of one, and never by more than one.
@@ -36,13 +37,16 @@ def problems(evidence: Evidence, step: int) -> Iterator[tuple[int, str]]:
     """Every rank whose gradients were multiplied by another factor, and a sentence."""
     limit = evidence.case.optimizer.clip_norm
     given = dict(pieces(evidence, step, "gradients_final", "gradients"))
+    # FSDP1 clips by a norm in fp32, and reports it rounded.
+    shown = evidence.observed(step, "gradients_final", "gradients").first()
+    whole = math.hypot(*(float(tensor.double().norm()) for tensor in shown.values()))
     for rank, clipped in pieces(evidence, step, "after_clip", "gradients"):
         norm = evidence.ranks[rank].steps[step].norm
         if limit is None or not norm or not math.isfinite(norm):
             continue
         before, after = _by_place(given.get(rank, ())), _by_place(clipped)
         if pairs := [(before[key], after[key]) for key in before.keys() & after.keys()]:
-            if problem := _wrong(pairs, limit, norm):
+            if problem := _wrong(pairs, limit, (norm, whole or norm)):
                 yield rank, problem
 
 
@@ -50,7 +54,7 @@ def _by_place(own: Iterable[Piece]) -> dict[object, Tensor]:
     return {(p.name, p.slices, p.flat_range, p.replica): p.tensor for p in own}
 
 
-def _wrong(pairs: list[tuple[Tensor, Tensor]], limit: float, norm: float) -> str:
+def _wrong(pairs: list[tuple[Tensor, Tensor]], limit: float, norms: tuple[float, float]) -> str:
     """What is wrong with the factor between two states of one rank; empty: nothing."""
     dtype = max((after.dtype for _, after in pairs), key=lambda kind: torch.finfo(kind).eps)
     unit = torch.finfo(dtype).eps / 2
@@ -63,15 +67,19 @@ def _wrong(pairs: list[tuple[Tensor, Tensor]], limit: float, norm: float) -> str
     together = min(1.0, _SIGMAS * float(x.square().norm()) / squares)
     noise = unit * together * abs(found) + lost * float(x.abs().sum()) / squares
 
-    def rounded(value: float) -> float:
-        return float(torch.tensor(value, dtype=dtype))
-
-    true = limit / (norm + _EPSILON)
-    over = rounded(norm + _EPSILON) or norm
-    right = [min(1.0, one) for one in (true, rounded(true), rounded(limit / over))]
-    slack = _QUOTIENT + _EPSILON / norm
+    right = [min(1.0, one) for norm in norms for one in _correct(limit, norm, dtype)]
+    slack = _QUOTIENT + _EPSILON / min(norms)
     if min(right) * (1 - slack) - noise <= found <= max(right) * (1 + slack) + noise:
         return ""
     off = f"{found:.6g}, expected {right[0]:.6g} by the norm that it reports"
     kind = str(dtype).removeprefix("torch.")
     return f"gradients were clipped by the factor {off}: more than rounding in {kind} explains"
+
+
+def _correct(limit: float, norm: float, dtype: torch.dtype) -> Iterator[float]:
+    true, over = limit / (norm + _EPSILON), torch.tensor(norm, dtype=dtype) + _EPSILON
+    yield true
+    yield float(torch.tensor(true, dtype=dtype))
+    # A number over a tensor is two roundings in torch: its reciprocal, and the product.
+    yield float(limit / over)
+    yield float(torch.tensor(limit, dtype=dtype) / over)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
+from shardproof import axes
 from shardproof.case import Case
 from shardproof.contract import Options
 
@@ -16,9 +18,34 @@ _EITHER = ("broadcast_buffers", "loss_parallel", "reshard_after_forward")
 _LOADERS = {"implementation": "system", "mesh": "mesh", "options": "options", "precision": "dtype"}
 
 
+#: Features that act where several ranks share what is cut: globs, and the axes whose ranks do.
+_NEEDS: Sequence[tuple[Callable[[Mapping[str, int]], Iterable[str]], Sequence[str]]] = (
+    (
+        axes.summing,
+        (
+            *("all_reduce *", "reduce_scatter *", "all_gather *", "compress *", "data *"),
+            *("*bucket*", "accumulate_without_communication", "sharding_strategy *"),
+            *("reshard_after_forward", "no-reshard_after_forward", "prefetch_*", "every"),
+            *("no-broadcast_buffers", "find_unused_parameters", "precision reduce *", "outer_*"),
+        ),
+    ),
+    (axes.sending, ("schedule *", "split")),
+    (axes.combining, ("sequence_parallel", "*loss_parallel", "sum_each_backward")),
+)
+
+
 def of(case: Case) -> frozenset[str]:
     """Their names: a kind, and mostly a value, such as ``strategy reference/ddp``."""
     return frozenset((*_asked(case), *_of_options(case.options)))
+
+
+def acting(case: Case) -> frozenset[str]:
+    """Those that can do something: a group of one rank sends, cuts and sums nothing."""
+    if case.world == 1:
+        return frozenset()
+    single = [globs for along, globs in _NEEDS if axes.size(case.mesh, along(case.mesh)) == 1]
+    inert = [glob for globs in single for glob in globs]
+    return frozenset(n for n in of(case) if not any(fnmatchcase(n, glob) for glob in inert))
 
 
 def _asked(case: Case) -> Iterator[str]:

@@ -58,9 +58,13 @@ def taken(cases: Iterable[Case]) -> list[Case]:
 
 
 def of(case: Case) -> frozenset[Pair]:
-    """The pairs that ``case`` meets."""
-    asked = features.of(case)
-    return frozenset((trigger, feature) for trigger in triggers.of(case) for feature in asked)
+    """The pairs that ``case`` meets: a feature that cannot act meets an axis of one rank alone."""
+    asked, acting = features.of(case), features.acting(case)
+    return frozenset(
+        (trigger, feature)
+        for trigger in triggers.of(case)
+        for feature in (asked if trigger in triggers.OF_ONE_RANK else acting)
+    )
 
 
 @dataclass(frozen=True)

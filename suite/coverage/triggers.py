@@ -89,10 +89,21 @@ TWO_DATA_AXES, OF_STAGES = "mesh two-data-axes", "batch fewer-than-stages"
 OF_SEVERAL_AXES = ("mesh axis-of-one", TWO_DATA_AXES, "mesh several-axes", "mesh unlike-axes")
 
 
+#: Meshes in which features that need several ranks are set up, and do nothing.
+OF_ONE_RANK = ("mesh one-rank", "mesh axis-of-one")
+#: Traits that ask for several ranks, or for several data coordinates.
+_OF_RANKS = ("late_results", "poisoned_buffers", "skewed_ranks")
+_OF_COORDINATES = ("rotating_shares", "unequal_micro_batches")
+
+
 def of(case: Case) -> set[str]:
-    """The names of its triggers: ``trait NAME`` and those of :data:`FORMS`."""
+    """The names of its triggers: ``trait NAME`` and those of :data:`FORMS`.
+
+    A trait that nothing of the mesh can show is none.
+    """
     forms = {name for name, (_, holds) in FORMS.items() if holds(case)}
-    return forms | {f"trait {name}" for name in case.workload.traits}
+    idle = (*(_OF_RANKS * (case.world == 1)), *(_OF_COORDINATES * (case.data_coordinates == 1)))
+    return forms | {f"trait {name}" for name in case.workload.traits if name not in idle}
 
 
 def names() -> list[str]:
