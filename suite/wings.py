@@ -207,6 +207,10 @@ class Wing:
         """
         return None
 
+    def conditions(self, cases: Sequence[Case]) -> str:
+        """How many triples of conditions ``cases`` meet, in a sentence; empty: it counts none."""
+        return ""
+
     def plant(
         self, faults: Sequence[Any], most: int, seed: int, asked: SessionOptions
     ) -> int | None:

@@ -53,8 +53,6 @@ FOLDER, TRIPLES, ARRAYS = (
 )
 #: Most cases of arrays, and about the CPU seconds of those that the quick tier takes of them.
 MOST_ARRAYS, QUICK_SECONDS = 400, 8.0
-#: Other loss scales: none, and one whose squares overflow in fp32.
-SCALES = (1.0, 2.0**80)
 #: Folders whose scenarios stand, but for those that are written.
 STANDING = (ROOT / "conformance", ROOT / "checkpoint")
 SEED = 1
@@ -316,7 +314,7 @@ def write(
 def arrays(draw: int) -> None:
     """Write the cases for triples of conditions, and say which share is met before and after."""
     cases = [case for case in standing(ARRAYS) if pairs.counts(case)]
-    others = [(g, c) for g, c in (*drawn(draw), *conditioned(varied(cases, draw))) if c.world > 1]
+    others = [(g, c) for g, c in (*drawn(draw), *varied(cases, draw)) if c.world > 1]
     candidates = [Candidate(g, c, factors.triples(c), estimate(c)) for g, c in others]
     print(factors.sentence(cases), flush=True)
     met = set[Item]().union(*map(factors.triples, cases))
@@ -326,25 +324,6 @@ def arrays(draw: int) -> None:
     quick = [one for one, _ in choose([one for one, _ in chosen], new, QUICK_SECONDS)]
     write(ARRAYS, "triples of conditions", chosen, quick=quick)
     print(factors.sentence([*cases, *(one.case for one, _ in chosen)]))
-
-
-def conditioned(given: Iterable[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:
-    """The same cases, most of them with decay, a warm-up, no momentum or another loss scale."""
-    source = random.Random(SEED)
-    for group, case in given:
-        spec = case.optimizer
-        changed: dict[str, Any] = {
-            "weight_decay": source.choice((spec.weight_decay, 0.1)),
-            "warmup_steps": source.choice((spec.warmup_steps, 2)),
-            "momentum": source.choice((spec.momentum, spec.momentum, 0.0)),
-        }
-        if spec.scaler is not None and case.lowest_dtype != "float16":
-            initial = source.choice((spec.scaler.initial, *SCALES))
-            changed["scaler"] = replace(spec.scaler, initial=initial)
-        yield (
-            group,
-            case if case.lane in EXACT else replace(case, optimizer=replace(spec, **changed)),
-        )
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Cases of the scenarios with other data, traits, batches, meshes and models.
 
 What no list of systems has (checkpoints, members, loss scales, models, options of few) a scenario
-has: :class:`Variations` draws a feature of the coverage table and a trigger that it meets, then a
-case that has both, so that neither is rarer for having few cases.
+has: :class:`Variations` draws two of a feature of the coverage table, a trigger that it meets and a
+factor (:mod:`factors`), then a case that has both, so that neither is rarer for having few cases.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from shardproof import axes, registry, workloads
 from shardproof.backends import BACKENDS
+from shardproof.campaign import factors
 from shardproof.campaign.systems import LARGEST_GRID, MOST_PROCESSES, NORMED
 from shardproof.case import Case
 from shardproof.contract import Options, Refused, ScalerSpec
@@ -29,6 +30,8 @@ from shardproof.scenarios.vocabulary import installed
 #: Sums of these come out in one order only: a promise of one mesh and one cut.
 EXACT = ("bitwise", "dyadic")
 SCALER = ScalerSpec(initial=1024.0, growth=2.0, backoff=0.5, interval=2)
+#: Other loss scales: none, and one whose squares overflow in fp32.
+SCALES = (1.0, 2.0**80)
 #: Options that name ranks or stages: their mesh stays.
 BY_RANK = {"split", "order", "dies", "schedule"}
 #: How often what few systems have is added.
@@ -95,7 +98,26 @@ def other(source: random.Random, case: Case, most_traits: int, keeps: float = 0.
     drawn = replace(drawn, workload=spec, optimizer=replace(case.optimizer, groups=groups))
     if not (case.membership or case.deaths) and source.random() < RARE:
         drawn = scaled(drawn)
+    drawn = conditioned(source, drawn)
     return drawn if _can_be(drawn, declared) and not _is_ruled_out(drawn, case) else None
+
+
+def conditioned(source: random.Random, case: Case) -> Case:
+    """``case``, most often with decay, a warm-up, no momentum or another loss scale."""
+    if case.lane in EXACT:
+        return case
+    spec = case.optimizer
+    scaler = spec.scaler
+    if scaler is not None and case.lowest_dtype != "float16":
+        scaler = replace(scaler, initial=source.choice((scaler.initial, *SCALES)))
+    changed = replace(
+        spec,
+        weight_decay=source.choice((spec.weight_decay, 0.1)),
+        warmup_steps=source.choice((spec.warmup_steps, 2)),
+        momentum=source.choice((spec.momentum, spec.momentum, 0.0)),
+        scaler=scaler,
+    )
+    return replace(case, optimizer=changed)
 
 
 def _options(case: Case) -> Options:
@@ -179,10 +201,13 @@ class Variations:
         self.cases = cases
         self._with: dict[str, set[int]] = {}
         for number, case in enumerate(cases):
-            for name in (*triggers.of(case), *features.of(case)):
+            for name in (*triggers.of(case), *features.acting(case), *factors.of(case)):
                 self._with.setdefault(name, set()).add(number)
-        self._features = sorted({name for case in cases for name in features.of(case)})
-        self._triggers = sorted({*self._with} - {*self._features})
+        own = {name for case in cases for name in features.acting(case)}
+        conditions = {name for case in cases for name in factors.of(case)} - own
+        #: Features, triggers, and what else three conditions are made of.
+        kinds = own, {*self._with} - own - conditions, conditions
+        self._kinds = [sorted(names) for names in kinds if names]
 
     @property
     def systems(self) -> list[str]:
@@ -190,16 +215,17 @@ class Variations:
         return sorted({case.implementation for case in self.cases})
 
     def draw(self, source: random.Random, most_traits: int) -> Case:
-        """A feature, a trigger that a case has beside it, such a case, and, as often as not, each
-        other thing of it changed.
+        """Two of a feature, a trigger and a factor, such a case, and, as often as not, each other
+        thing of it changed.
 
         Which of the two comes first is drawn, too: neither has to be common where the other is.
         """
         while True:
-            first, second = source.sample((self._features, self._triggers), 2)
-            name, both = source.choice(first), set[int]()
-            while not both:
-                both = self._with[name] & self._with[source.choice(second)]
+            first, second = source.sample(self._kinds, 2)
+            both = self._with[source.choice(first)]
+            # One rank alone has no feature that acts.
+            if others := [own for n in second if (own := self._with[n] & both)]:
+                both = source.choice(others)
             case = self.cases[source.choice(sorted(both))]
             case = replace(case, workload=replace(case.workload, seed=source.randrange(2**31)))
             can_change = case.lane not in EXACT and _is_ours(case)

@@ -41,6 +41,12 @@ class Campaign(Wing):
 
         return draws.coverage(count, seed, impl)
 
+    def conditions(self, cases: Sequence[Case]) -> str:
+        """The share of possible triples that ``cases`` meet."""
+        from shardproof.campaign import factors
+
+        return factors.sentence(cases)
+
     def plant(self, faults: Sequence[Any], most: int, seed: int, asked: SessionOptions) -> int:
         """Plant ``faults`` until each is killed, in at most so many cases."""
         from shardproof.campaign import kills

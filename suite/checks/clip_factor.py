@@ -1,9 +1,9 @@
 """The factor of clipping in low precision, against the roundings of correct runs.
 
-In bf16 a gradient may err by several per cent, so a factor that is 1 % off hides in its errors.  But
-a factor is one number: from what a rank shows before and after clipping it is known to a small part
-of one round-off.  Each rank is held to the norm that
-it reports, which the check ``norm`` judges, or to that of the gradients that are shown.
+In bf16 a gradient may err by several per cent, so a factor that is 1 % off hides in its errors.
+But a factor is one number: from what a rank shows before and after clipping it is known to a small
+part of one round-off.  Each rank is held to the norm that it reports, which the check ``norm``
+judges, or to that of the gradients that are shown.
 
     correct   limit / (norm + 1e-6), as computed in fp64
               the same rounded to the dtype of the gradients, as a product with them may do
@@ -45,9 +45,9 @@ def problems(evidence: Evidence, step: int) -> Iterator[tuple[int, str]]:
         if limit is None or not norm or not math.isfinite(norm):
             continue
         before, after = _by_place(given.get(rank, ())), _by_place(clipped)
-        if pairs := [(before[key], after[key]) for key in before.keys() & after.keys()]:
-            if problem := _wrong(pairs, limit, (norm, whole or norm)):
-                yield rank, problem
+        pairs = [(before[key], after[key]) for key in before.keys() & after.keys()]
+        if pairs and (problem := _wrong(pairs, limit, (norm, whole or norm))):
+            yield rank, problem
 
 
 def _by_place(own: Iterable[Piece]) -> dict[object, Tensor]:
@@ -66,7 +66,6 @@ def _wrong(pairs: list[tuple[Tensor, Tensor]], limit: float, norms: tuple[float,
     found = float(x @ y) / squares
     together = min(1.0, _SIGMAS * float(x.square().norm()) / squares)
     noise = unit * together * abs(found) + lost * float(x.abs().sum()) / squares
-
     right = [min(1.0, one) for norm in norms for one in _correct(limit, norm, dtype)]
     slack = _QUOTIENT + _EPSILON / min(norms)
     if min(right) * (1 - slack) - noise <= found <= max(right) * (1 + slack) + noise:

@@ -28,8 +28,8 @@ NEEDS: Needs = ("values",)
 
 #: Bound of the relative error by dtype (float32: 100 round-offs; norms are sums of thousands).
 BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5, "bfloat16": 0.05, "float16": 0.01}
-#: Roundings of a norm that is kept in a narrow dtype: that of a tensor's own norm, of its square and
-#: of the sum over ranks, and of the root (half of one); then of the norm of these.
+#: Roundings of a norm that is kept in a narrow dtype: of a tensor's own norm, of its square and of
+#: the sum over ranks, and of the root (half of one); then of the norm of these.
 _ROUNDINGS = 4
 
 

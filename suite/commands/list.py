@@ -12,6 +12,7 @@ from shardproof import verdicts
 from shardproof.commands import options
 from shardproof.commands.console import echo, make_console, print_line
 from shardproof.errors import Problem, SelectionError
+from shardproof.wings import wings
 
 if TYPE_CHECKING:
     from shardproof.case import Case
@@ -169,9 +170,13 @@ def _list_coverage(cases: Sequence[Case], is_whole: bool) -> None:
     """Print the pairs of ``cases``; those of all scenarios may leave no pair open."""
     from shardproof.coverage import pairs
 
-    coverage = pairs.table(pairs.taken(cases))
+    cases = pairs.taken(cases)
+    coverage = pairs.table(cases)
     lacks = "open" if is_whole else "no case among these"
-    _show_pairs(coverage, coverage.sentence(lacks), lacks)
+    more = [sentence for wing in wings() if (sentence := wing.conditions(cases))]
+    _show_pairs(coverage, "\n".join((coverage.sentence(lacks), *more)), lacks)
+    if not sys.stdout.isatty() and more:
+        echo("\n".join(more), err=True)
     if is_whole and coverage.open:
         raise typer.Exit(verdicts.BROKEN)
 

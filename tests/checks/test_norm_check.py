@@ -63,3 +63,20 @@ def test_the_first_wrong_step_is_named_and_not_the_worst() -> None:
     message = norm.decide(told).message
     assert "at step 1, gradients_final, rank 1: error 0.1 against" in message
     assert message.endswith("(wrong: on 1 of 2 ranks)")
+
+
+@pytest.mark.parametrize(
+    ("reported", "status"),
+    [
+        (1.0078125, "pass"),  # a number of bfloat16, one unit in the last place off
+        (1.015625, "pass"),  # four roundings
+        (1.0234375, "fail"),
+        (1.002, "pass"),  # no number of bfloat16: at worst tensors' norms were rounded
+        (1.01, "fail"),
+    ],
+)
+def test_a_norm_in_low_precision_is_held_to_the_roundings_of_correct_runs(
+    reported: float, status: str
+) -> None:
+    outcome = norm.decide(figures("working_precision", reported, 1.0, 1.0))
+    assert outcome.status == status, outcome.message
