@@ -27,6 +27,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -297,9 +298,13 @@ def write(
 ) -> None:
     """Put them into files of ``folder`` in place of those there, or, as ``more``, beside them."""
     groups = defaultdict[str, list[tuple[Candidate, set[Item]]]](list)
+    homes: dict[str, dict[str, int]] = {}
     for one in chosen:
         plain = one[0].group.replace("[", "-").replace("]", "")
-        plain = plain.replace("covering-", "again-")  # those of pairs, varied for triples
+        # Those that were chosen before, varied: a name has 60 letters.
+        plain = re.sub("covering-(triples-|arrays-|acting-|rotating-|again-)*", "again-", plain)
+        plain = f"{plain}-{homes.setdefault(plain, {}).setdefault(one[0].group, len(homes[plain]))}"
+        plain = plain.removesuffix("-0")
         groups["-".join(filter(None, (folder.name, more, plain)))].append(one)
     folder.mkdir(exist_ok=True)
     for old in folder.glob(f"{folder.name}-{more}-*.yaml" if more else "*.yaml"):
