@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from shardproof import registry
-from shardproof.axes import cutting
+from shardproof.axes import cutting, sharing
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.contract import Refused
@@ -140,6 +140,8 @@ def why_not(setup: Setup, trigger: str) -> str:
         return f"{system} has one axis: {axes}"
     if trigger == triggers.TWO_DATA_AXES and not data <= {*found.axes}:
         return f"{system} has the axes {axes}"
+    if trait in triggers.OF_COORDINATES and not sharing(found.axes):
+        return f"{system} has no axis whose ranks share out the batch"
     if trigger == triggers.OF_STAGES and cutting("layers") not in found.axes:
         return f"{system} has no stages"
     return ""

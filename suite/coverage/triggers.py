@@ -93,7 +93,7 @@ OF_SEVERAL_AXES = ("mesh axis-of-one", TWO_DATA_AXES, "mesh several-axes", "mesh
 OF_ONE_RANK = ("mesh one-rank", "mesh axis-of-one")
 #: Traits that ask for several ranks, or for several data coordinates.
 _OF_RANKS = ("late_results", "poisoned_buffers", "skewed_ranks")
-_OF_COORDINATES = ("rotating_shares", "unequal_micro_batches")
+OF_COORDINATES = ("rotating_shares", "unequal_micro_batches")
 
 
 def of(case: Case) -> set[str]:
@@ -102,7 +102,7 @@ def of(case: Case) -> set[str]:
     A trait that nothing of the mesh can show is none.
     """
     forms = {name for name, (_, holds) in FORMS.items() if holds(case)}
-    idle = (*(_OF_RANKS * (case.world == 1)), *(_OF_COORDINATES * (case.data_coordinates == 1)))
+    idle = (*(_OF_RANKS * (case.world == 1)), *(OF_COORDINATES * (case.data_coordinates == 1)))
     return forms | {f"trait {name}" for name in case.workload.traits if name not in idle}
 
 
