@@ -5,7 +5,7 @@
     python -m tools.cover --triples      # writes conformance/covering-triples/: triples of
                                              # what touches communication
     python -m tools.cover --arrays       # writes conformance/covering-arrays/: three conditions
-                                             # of three kinds (campaign/factors.py)
+                                             # of three kinds (campaign/conditions.py)
     python -m tools.cover --more NAME    # beside those that stand: for a new trigger
 
 What is written has no quick case: ``python -m tools.choose_quick`` chooses them anew.
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shardproof.backends import BACKENDS
-from shardproof.campaign import factors
+from shardproof.campaign import conditions
 from shardproof.campaign.draws import numbered_case
 from shardproof.campaign.varied import EXACT, RARE, can_vary, other, scaled
 from shardproof.case import Case
@@ -320,15 +320,15 @@ def arrays(draw: int) -> None:
     """Write the cases for triples of conditions, and say which share is met before and after."""
     cases = [case for case in standing(ARRAYS) if pairs.counts(case)]
     others = [(g, c) for g, c in (*drawn(draw), *varied(cases, draw)) if c.world > 1]
-    candidates = [Candidate(g, c, factors.triples(c), estimate(c)) for g, c in others]
-    print(factors.sentence(cases), flush=True)
-    met = set[Item]().union(*map(factors.triples, cases))
+    candidates = [Candidate(g, c, conditions.triples(c), estimate(c)) for g, c in others]
+    print(conditions.sentence(cases), flush=True)
+    met = set[Item]().union(*map(conditions.triples, cases))
     wanted = set[Item]().union(*(one.items for one in candidates)) - met
     chosen = passing(candidates, wanted, MOST_ARRAYS)
     new = set[Item]().union(*(own for _, own in chosen))
     quick = [one for one, _ in choose([one for one, _ in chosen], new, QUICK_SECONDS)]
     write(ARRAYS, "triples of conditions", chosen, quick=quick)
-    print(factors.sentence([*cases, *(one.case for one, _ in chosen)]))
+    print(conditions.sentence([*cases, *(one.case for one, _ in chosen)]))
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 What no list of systems has (checkpoints, members, loss scales, models, options of few) a scenario
 has: :class:`Variations` draws two of a feature of the coverage table, a trigger that it meets and a
-factor (:mod:`factors`), then a case that has both, so that neither is rarer for having few cases.
+condition (``conditions.py``), then a case that has both, so that neither is rarer for having few
+cases.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from shardproof import axes, registry, workloads
 from shardproof.backends import BACKENDS
-from shardproof.campaign import factors
+from shardproof.campaign import conditions
 from shardproof.campaign.systems import LARGEST_GRID, MOST_PROCESSES, NORMED
 from shardproof.case import Case
 from shardproof.contract import Options, Refused, ScalerSpec
@@ -201,12 +202,12 @@ class Variations:
         self.cases = cases
         self._with: dict[str, set[int]] = {}
         for number, case in enumerate(cases):
-            for name in (*triggers.of(case), *features.acting(case), *factors.of(case)):
+            for name in (*triggers.of(case), *features.acting(case), *conditions.of(case)):
                 self._with.setdefault(name, set()).add(number)
         own = {name for case in cases for name in features.acting(case)}
-        conditions = {name for case in cases for name in factors.of(case)} - own
+        others = {name for case in cases for name in conditions.of(case)} - own
         #: Features, triggers, and what else three conditions are made of.
-        kinds = own, {*self._with} - own - conditions, conditions
+        kinds = own, {*self._with} - own - others, others
         self._kinds = [sorted(names) for names in kinds if names]
 
     @property
@@ -215,8 +216,8 @@ class Variations:
         return sorted({case.implementation for case in self.cases})
 
     def draw(self, source: random.Random, most_traits: int) -> Case:
-        """Two of a feature, a trigger and a factor, such a case, and, as often as not, each other
-        thing of it changed.
+        """Two of a feature, a trigger and a condition, such a case, and, as often as not, each
+        other thing of it changed.
 
         Which of the two comes first is drawn, too: neither has to be common where the other is.
         """

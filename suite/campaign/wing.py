@@ -43,9 +43,9 @@ class Campaign(Wing):
 
     def conditions(self, cases: Sequence[Case]) -> str:
         """The share of possible triples that ``cases`` meet."""
-        from shardproof.campaign import factors
+        from shardproof.campaign import conditions
 
-        return factors.sentence(cases)
+        return conditions.sentence(cases)
 
     def plant(self, faults: Sequence[Any], most: int, seed: int, asked: SessionOptions) -> int:
         """Plant ``faults`` until each is killed, in at most so many cases."""

@@ -441,3 +441,25 @@ class BroadcastsEverAfter(ReferenceDDP):
             for parameter in self.module.parameters():
                 dist.broadcast(parameter.data, 0)
         return super().step(batch, observe)
+
+
+@mutant(
+    "loads_and_warms_up_again",
+    says="or had another rate",
+    optimizer=OptimizerSpec("adamw", lr=0.003, warmup_steps=4),
+    steps=4,
+)
+class WarmsUpAgain(ReferenceDDP):
+    """After a load the warm-up of the learning rate begins anew."""
+
+    since = 0
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        extra = super().load(path)
+        self.since = self.steps_done
+        return extra
+
+    def update(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.spec.lr_at(self.handle.step - self.since) * group["lr_scale"]
+        super().update()

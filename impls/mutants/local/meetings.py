@@ -297,3 +297,22 @@ class SavesByAnAgreementOfBefore(Sharded):
         if self.agreed is not None:
             self.agreed = replace(self.agreed, apart=state.apart)
         return super().agree(state, from_rank0)
+
+
+@mutant(
+    "local_meets_without_decay",
+    says="update|decay",
+    optimizer=OptimizerSpec("adamw", lr=0.003, weight_decay=0.1),
+    workload=gpt("frozen"),
+)
+class MeetsWithoutDecay(ReferenceLocalSGD):
+    """Beside frozen parameters, the update before a meeting has no weight decay."""
+
+    def update(self) -> None:
+        groups, handle = self.optimizer.param_groups, self.handle
+        decays = [group["weight_decay"] for group in groups]
+        for group in groups if self.frozen and handle.meets.after(handle.step) else ():  # type: ignore[attr-defined]
+            group["weight_decay"] = 0.0
+        super().update()
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay

@@ -594,3 +594,25 @@ class EvaluatesInTrainingMode(Executor):
     def forward(self, action: Action) -> None:
         self.stages[action.stage].module.train()
         super().forward(action)
+
+
+@mutant(
+    "pipeline_counts_copies_on_three_stages",
+    says="norm",
+    zoo=("P10",),
+    killed_by=("norm", "equivalence"),
+    mesh={"pipe": 3},
+    workload=gpt("tied_over_units"),
+    optimizer=CLIP,
+)
+class CountsCopiesOnThreeStages(Stages):
+    """Beyond two stages each copy of a tied tensor counts in the norm."""
+
+    def norm_parts(self, order: float = 2.0) -> list[NormPart]:
+        numbers = [tied.copies.number for tied in self.tied]
+        for tied in self.tied if self.comm.size > 2 else ():
+            tied.copies.number = 0  # as if it were the first
+        parts = super().norm_parts(order)
+        for tied, number in zip(self.tied, numbers, strict=True):
+            tied.copies.number = number
+        return parts

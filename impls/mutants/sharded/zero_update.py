@@ -238,3 +238,25 @@ class DropsInEvaluation(ReferenceZero2):
                 # Set on the instance, where ``eval()`` finds it before the class's own.
                 vars(part)["train"] = lambda mode=True: None
         return super().evaluate(batch)
+
+
+@mutant(
+    "zero2_decays_unused_in_windows",
+    says="conditional_late_step",
+    killed_by=("equivalence",),
+    workload=gpt("conditional_late_step", windows=2),
+    optimizer=OptimizerSpec(weight_decay=0.1),
+)
+class DecaysUnusedInWindows(ReferenceZero2):
+    """With several windows in a step, weight decay takes what the step did not use, too."""
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        self.windows = len(batch.windows)
+        return super().step(batch, observe)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        super().update()
+        for group in self.optimizer.param_groups if self.windows > 1 else ():
+            for unused in (p for p in group["params"] if p.grad is None):
+                unused.mul_(1 - group["lr"] * group["weight_decay"])

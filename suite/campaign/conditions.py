@@ -1,9 +1,10 @@
 """What three conditions at once are made of: state, traits, the optimizer, events, features.
 
-Most faults that nobody had seen needed two or three conditions together.  A *factor* is one of
-them, of one of five kinds; a triple takes three factors of three kinds.  A factor counts only where
-it can act: an axis of one rank has no feature.  A triple is possible where each two of its three
-stand in some case; of these a case meets some together.
+Most faults that nobody had seen needed two or three conditions together.  A *condition* is one of
+them, of one of five kinds; a triple takes three conditions of three kinds.  A condition counts only
+where it can act: an axis of one rank has no feature.  A triple is possible where each two of its
+three stand in some case; of these a case meets some together.  Every case evaluates, so evaluation
+is no condition.
 
     python -m tools.cover --arrays      # cases for triples that no case has
     shardproof list coverage            # the share that is met
@@ -22,12 +23,12 @@ from shardproof.contract import ScalerSpec
 from shardproof.coverage import features, pairs, triggers
 
 #: Kind and name, e.g. ``event resume``.
-Factor = str
-Triple = tuple[Factor, Factor, Factor]
+Condition = str
+Triple = tuple[Condition, Condition, Condition]
 
 _OVERFLOW = "trait overflow_on_one_rank"
-#: Factors that are read from the case itself, or stand for several of its triggers.
-_OWN: Mapping[Factor, Callable[[Case, set[str]], bool]] = {
+#: Conditions that are read from the case itself, or stand for several of its triggers.
+_OWN: Mapping[Condition, Callable[[Case, set[str]], bool]] = {
     "state buffers": lambda c, met: bool(met & {"trait rebound_buffer", "model batch-norm"}),
     "state tied": lambda c, met: bool(met & {"trait tied", "trait tied_over_units"}),
     "state tied-over-stages": lambda c, met: "trait tied_over_units" in met and _stages(c) > 1,
@@ -43,6 +44,7 @@ _OWN: Mapping[Factor, Callable[[Case, set[str]], bool]] = {
     "optimizer loss-scale": lambda c, met: c.optimizer.scaler is not None,
     "optimizer large-scale": lambda c, met: (c.optimizer.scaler or ScalerSpec(1)).initial > 2**24,
     "event resume": lambda c, met: c.checkpoint is not None,
+    "event asynchronous-save": lambda c, met: c.checkpoint is not None and _saves_behind(c),
     "event resume-elsewhere": lambda c, met: c.checkpoint is not None and bool(c.checkpoint.into),
     "event skipped-update": lambda c, met: _OVERFLOW in met and c.optimizer.scaler is not None,
     "event unused-share": lambda c, met: not all(c.workload.cut(c.data_coordinates)),
@@ -50,15 +52,15 @@ _OWN: Mapping[Factor, Callable[[Case, set[str]], bool]] = {
     "event several-micro-batches": lambda c, met: "batch several-micro-batches" in met,
     "event members-change": lambda c, met: c.changes_members,
 }
-#: Triggers and features that are factors by their own names; kinds by globs, the first that fits.
+#: Triggers and features that are conditions by their own names: the first kind of which a glob fits.
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "": (  # said above, or no condition
         *("trait rebound_buffer", "trait tied*", "trait frozen", "trait dropout_stateful"),
         *("trait two_groups", _OVERFLOW, "batch *", "mesh *", "model batch-norm"),
         *("backend *", "optimizer *", "load *", "clipping", "loss-scaler", "members *", "built *"),
+        "checkpoint *",
     ),
     "state": ("compress *",),
-    "event": ("checkpoint asynchronous",),
     "trait": ("trait *", "model *"),
     "feature": ("*",),
 }
@@ -68,8 +70,12 @@ def _stages(case: Case) -> int:
     return axes.parts(case.mesh, "layers")
 
 
-def of(case: Case) -> list[Factor]:
-    """The factors of ``case``, of all kinds."""
+def _saves_behind(case: Case) -> bool:
+    return "checkpoint asynchronous" in features.of(case)
+
+
+def of(case: Case) -> list[Condition]:
+    """The conditions of ``case``, of all kinds."""
     if case.world == 1:
         return []
     met = triggers.of(case)
@@ -82,19 +88,19 @@ def of(case: Case) -> list[Factor]:
 
 
 def triples(case: Case) -> frozenset[Triple]:
-    """Each three factors of ``case`` that are of three kinds."""
+    """Each three conditions of ``case`` that are of three kinds."""
     return frozenset(
         three for three in itertools.combinations(of(case), 3) if len({*map(_kind, three)}) == 3
     )
 
 
-def _kind(factor: Factor) -> str:
-    return factor.partition(" ")[0]
+def _kind(condition: Condition) -> str:
+    return condition.partition(" ")[0]
 
 
 def possible(cases: Iterable[Case]) -> set[Triple]:
-    """Triples of which each two factors stand together in one of ``cases``."""
-    beside = defaultdict[Factor, set[Factor]](set)
+    """Triples of which each two conditions stand together in one of ``cases``."""
+    beside = defaultdict[Condition, set[Condition]](set)
     for case in cases:
         for one, other in itertools.combinations(of(case), 2):
             if _kind(one) != _kind(other):
