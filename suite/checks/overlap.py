@@ -8,7 +8,9 @@ unused parameter early in the order can keep all buckets from being reduced insi
 
 *Cannot see* whether the hardware overlaps anything, nor steps before the order is settled: steps 0
 and 1 are left out.  So is, where gathers are promised ahead, the first step with micro-batches of a
-rank that has none in those: which unit follows is known from its own forward before.
+rank that has none in those: which unit follows is known from its own forward before.  Nor, where
+a collective is made of messages, whether its receives are posted with its sends or later: rounds of
+several collectives are alike in the log.
 
 Of strategies that shard parameters gathers are counted as well: how many are issued ahead, while
 another unit computes (prefetch), and how deep: how many are under way when a unit begins, against

@@ -15,6 +15,7 @@ Temporaries, which nobody shows, may at their largest exceed those of one proces
 largest unit and its largest parameter (:mod:`~shardproof.checks.memory.unattributed`).
 
 What is no state must not grow from step to step either (:mod:`~shardproof.checks.memory.growth`).
+Where gradients are gone when a step ends, the next forward of a step of one micro-batch holds none.
 
 *Cannot see* how large activations and buffers grow (measured, not judged), what an
 allocator rounds up, or a backend whose threads free late: on gloo memory is measured for systems

@@ -30,7 +30,8 @@ window as measured, simulated and replayed (:func:`measured`).  Seconds are take
 of ranks that may share cores: no verdict depends on them.
 
 *Cannot see* how long anything takes in a real run, where an upstream system traces and claims
-nothing (then it says so and does not pass), nor what is computed outside of traced actions.
+nothing (then it says so and does not pass), nor what is computed outside of traced actions, nor
+whether a receive is posted earlier than right before what waits for it, as schedules announce it.
 Activations are not judged under mixed precision or recomputation, on a tensor axis, or of upstream
 systems.
 """
