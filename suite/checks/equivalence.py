@@ -30,15 +30,7 @@ from torch import Tensor
 from shardproof import axes
 from shardproof.backends import BACKENDS
 from shardproof.case import Lane
-from shardproof.checks import (
-    Needs,
-    Outcome,
-    between_steps,
-    causes,
-    clip_factor,
-    numbers,
-    working_precision,
-)
+from shardproof.checks import Needs, Outcome, between_steps, causes, numbers, working_precision
 from shardproof.checks.causes.buffers import of_buffers
 from shardproof.checks.causes.fits import some
 from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_gradients
@@ -272,7 +264,7 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
 
 def _factor(evidence: Evidence, step: int, moment: Moment) -> None:
     """The factor of clipping on every rank, which the errors of gradients would hide."""
-    for rank, problem in clip_factor.problems(evidence, step):
+    for rank, problem in working_precision.wrong_factors(evidence, step):
         moment.problem("the factor of clipping", (rank,), f"rank {rank}: {problem}")
     moment.end(evidence.case.world)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.checks import clip_factor
+from shardproof.checks.working_precision import wrong_factors
 from shardproof.contract import OptimizerSpec, Piece
 
 LIMIT = 0.05
@@ -31,7 +31,7 @@ def evidence(before: Tensor, after: Tensor, norm: float, limit: float) -> Any:
 
 
 def problems(before: Tensor, after: Tensor, norm: float, limit: float = LIMIT) -> list[str]:
-    return [text for _, text in clip_factor.problems(evidence(before, after, norm, limit), 0)]
+    return [text for _, text in wrong_factors(evidence(before, after, norm, limit), 0)]
 
 
 def gradients(seed: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gathers are needed in the order of their issue: what is in order, and what is told of the rest."""
+"""Gathers are needed in the order of their issue: what is in order, and what is told of it."""
 
 from __future__ import annotations
 
