@@ -52,7 +52,7 @@ _OWN: Mapping[Condition, Callable[[Case, set[str]], bool]] = {
     "event several-micro-batches": lambda c, met: "batch several-micro-batches" in met,
     "event members-change": lambda c, met: c.changes_members,
 }
-#: Triggers and features that are conditions by their own names: the first kind with a glob that fits.
+#: Triggers and features that are conditions by their own names; the first kind whose glob fits.
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "": (  # said above, or no condition
         *("trait rebound_buffer", "trait tied*", "trait frozen", "trait dropout_stateful"),

@@ -120,7 +120,8 @@ def list_(
     `coverage` counts the cases that have both a trigger (a trait, a form of batch or mesh) and a
     feature (a strategy, an option, a backend). Piped, a line is trigger, feature, cases of the
     quick tier, of the full one, and why there is none, with tabs between. Of all scenarios a pair
-    without a case or a reason is open, and ends this with exit code 1; filters only select.
+    without a case or a reason is open, and ends this with exit code 1; filters only select. The
+    last line tells which share of triples of conditions is met (on stderr where this is piped).
 
     \b
     shardproof list impls
