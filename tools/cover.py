@@ -28,6 +28,7 @@ import json
 import math
 import random
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -64,6 +65,8 @@ SMALL = {"width": 16, "seq": 8}
 GPT = "charnames_gpt"
 #: Tries to replace what was refused.
 ROUNDS = 10
+#: Letters of a scenario's name.
+LONGEST = 60
 #: What a case is chosen for: a pair, or a triple.
 Item: TypeAlias = tuple[str, ...]
 
@@ -301,11 +304,14 @@ def write(
     homes: dict[str, dict[str, int]] = {}
     for one in chosen:
         plain = one[0].group.replace("[", "-").replace("]", "")
-        # Those that were chosen before, varied: a name has 60 letters.
+        # Those that were chosen before, varied.
         plain = re.sub("covering-(triples-|arrays-|acting-|rotating-|again-)*", "again-", plain)
         plain = f"{plain}-{homes.setdefault(plain, {}).setdefault(one[0].group, len(homes[plain]))}"
         plain = plain.removesuffix("-0")
-        groups["-".join(filter(None, (folder.name, more, plain)))].append(one)
+        name = "-".join(filter(None, (folder.name, more, plain)))
+        if len(name) > LONGEST:
+            name = f"{name[: LONGEST - 9]}-{zlib.crc32(name.encode()):08x}"
+        groups[name].append(one)
     folder.mkdir(exist_ok=True)
     for old in folder.glob(f"{folder.name}-{more}-*.yaml" if more else "*.yaml"):
         old.unlink()
@@ -337,6 +343,7 @@ def main() -> None:
     parser.add_argument("--draw", type=int, default=30_000, help="candidates of each kind")
     parser.add_argument("--triples", action="store_true", help="cases for triples")
     parser.add_argument("--more", metavar="NAME", help="files so called beside those that stand")
+    parser.add_argument("--most", type=int, help="triples: cases at most")
     parser.add_argument("--arrays", action="store_true", help="cases for three conditions")
     given = parser.parse_args()
     if given.arrays:
@@ -352,7 +359,7 @@ def main() -> None:
     wanted: set[Item] = {*stands.open} & set[Item]().union(*(one.items for one in candidates))
     if given.triples:
         most = sum(case.scenario.startswith(f"{FOLDER.name}-") for case in cases)
-        write(TRIPLES, "triples", passing(candidates, wanted, most), given.more)
+        write(TRIPLES, "triples", passing(candidates, wanted, given.most or most), given.more)
     else:
         what = "pairs of a trigger and a feature"
         write(FOLDER, what, passing(candidates, wanted, None), given.more)

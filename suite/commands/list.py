@@ -120,8 +120,8 @@ def list_(
     `coverage` counts the cases that have both a trigger (a trait, a form of batch or mesh) and a
     feature (a strategy, an option, a backend). Piped, a line is trigger, feature, cases of the
     quick tier, of the full one, and why there is none, with tabs between. Of all scenarios a pair
-    without a case or a reason is open, and ends this with exit code 1; filters only select. The
-    last line tells which share of triples of conditions is met (on stderr where this is piped).
+    without a case or a reason is open, and ends this with exit code 1; filters only select. Of all
+    scenarios the last line tells which share of triples of conditions is met (piped: on stderr).
 
     \b
     shardproof list impls
@@ -174,10 +174,10 @@ def _list_coverage(cases: Sequence[Case], is_whole: bool) -> None:
     cases = pairs.taken(cases)
     coverage = pairs.table(cases)
     lacks = "open" if is_whole else "no case among these"
-    more = [sentence for wing in wings() if (sentence := wing.conditions(cases))]
-    _show_pairs(coverage, "\n".join((coverage.sentence(lacks), *more)), lacks)
-    if not sys.stdout.isatty() and more:
-        echo("\n".join(more), err=True)
+    more = [wing.conditions(cases) for wing in wings() if is_whole]
+    _show_pairs(coverage, "\n".join(filter(None, (coverage.sentence(lacks), *more))), lacks)
+    if not sys.stdout.isatty() and any(more):
+        echo("\n".join(filter(None, more)), err=True)
     if is_whole and coverage.open:
         raise typer.Exit(verdicts.BROKEN)
 

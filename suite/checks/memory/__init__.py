@@ -281,8 +281,11 @@ def _peaks(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iter
         if step not in evidence.steps:
             continue  # made before a load
         bounds = cost_model.peaks(record.rank, phase, step)
-        # A second micro-batch goes forward beside the gradients of the first.
-        if phase == "forward" and cost_model.frees_gradients and cost_model.facts.rounds == 1:
+        # A second micro-batch goes forward beside the gradients of the first; where a rank has none
+        # at all, all of the step counts as forward.
+        facts, is_first = cost_model.facts, phase == "forward" and cost_model.facts.rounds == 1
+        computes = facts.micro_batches_of(facts.data_coordinate(record.rank), step)
+        if is_first and computes and cost_model.frees_gradients:
             bounds = {"gradients": Bound(0, 0)} | bounds
         for kind, bound in bounds.items():
             held = spaces.get("device", {}).get(kind, 0)
