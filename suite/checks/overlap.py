@@ -181,7 +181,7 @@ def _out_of_order(gathers: list[LoggedCall]) -> str:
     #     issued       a  c  b      a group carries its calls out in this order
     #     waited for   a  b  c      b comes only when c, which nobody needs yet, is over
     last: dict[tuple[int, ...], LoggedCall] = {}
-    for call in (call for call in gathers if call.waited is not None):
+    for call in (one for one in gathers if one.payload_bytes and one.waited is not None):
         before = last.setdefault(call.group, call)
         if (call.waited or 0) < (before.waited or 0):
             what = f"a gather of {before.payload_bytes:,} bytes is issued before one of"
