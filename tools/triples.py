@@ -57,7 +57,7 @@ def of(case: Case) -> frozenset[Triple]:
     """The triples that ``case`` meets."""
     kinds = {name for name, holds in _KINDS.items() if holds(case.backend)}
     met = kinds | (triggers.of(case) & {*TRIGGERS})
-    ways = [feature for feature in features.acting(case) if is_way(feature)]
+    ways = [feature for feature in features.of(case) if is_way(feature)]
     return frozenset((one, way, f"strategy {case.implementation}") for one in met for way in ways)
 
 
