@@ -200,11 +200,13 @@ class Case(Stored):
     #: How closely the system is held to its strategy; empty: as it declares.
     depth: Literal["", "family", "layout", "own"] = ""
     #: Set in the second run of a relation only: which share of the batch (as an index) each
-    #: data coordinate gets (empty: its own), what every loss weight is multiplied by, and the step
-    #: before which a fresh instance takes over with the old one's pieces.
+    #: data coordinate gets (empty: its own), what every loss weight is multiplied by, the step
+    #: before which a fresh instance takes over with the old one's pieces, and whether an evaluation
+    #: of a frozen model comes before all steps.
     shares: tuple[int, ...] = ()
     loss_scale: float = 1.0
     reload_at: int | None = None
+    thaws: bool = False
     checkpoint: CheckpointPlan | None = None
     #: Set by the leader: the folder to save into, and the one to load from before any step.
     saves_into: str = ""

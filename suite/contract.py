@@ -781,13 +781,18 @@ class Sampling(Untrained):
 
     The check ``data`` asks it, in cases whose workload is ``epochs``.  What it cannot do stands
     under ``Capabilities.declines``: ``shuffle``, ``in_order``, ``seed``, a tail, ``resume`` (in the
-    middle of an epoch), ``other_world`` (there), ``read_ahead`` (there).
+    middle of an epoch), ``other_world`` (there), ``read_ahead`` (there), ``again`` (the same epoch
+    once more: its order goes on from a generator that its state holds).  The feature
+    ``state_by_rank``: each rank has a state of its own, and goes on from that.
     """
 
     strategy = "sampling"
     about, workload = "is a sampler", "epochs"
     #: What can be declined.
-    asked = ("shuffle", "in_order", "seed", *get_args(Tail), "resume", "other_world", "read_ahead")
+    asked = (
+        *("shuffle", "in_order", "seed", *get_args(Tail)),
+        *("resume", "other_world", "read_ahead", "again"),
+    )
 
     @abstractmethod
     def start(self, spec: SamplerSpec, options: Options) -> None:

@@ -122,6 +122,8 @@ class _Rank:
                     self.implementation = self.members.change(step, held, join)
                 if step == self.case.reload_at:
                     self._reload()
+                if self.case.thaws and not step:
+                    self._evaluate_frozen()
                 if self._evaluates_before(step) and self._judged_between_steps():
                     record.evaluations += self._evaluation(step)
                 record.steps.append(self._step(step))
@@ -185,6 +187,22 @@ class _Rank:
             except Refused as error:
                 raise CannotReload(f"refuses load_pieces: {error}") from error
 
+    def _evaluate_frozen(self) -> None:
+        """Evaluate while no parameter requires a gradient, as before they are unfrozen."""
+        assert self.implementation is not None
+        modules = [module for made in self.built if (module := made()) is not None]
+        wanted = [{n: p.requires_grad for n, p in m.named_parameters()} for m in modules]
+        for module in modules:
+            module.requires_grad_(False)
+        batch, _ = self._batch(0)
+        try:
+            answers.evaluation(self.implementation, batch)
+        except Refused as error:
+            raise CannotReload(f"refuses evaluate: {error}") from error
+        for module, needed in zip(modules, wanted, strict=True):
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(needed[name])
+
     def _load(self, record: RankRecord) -> list[StepRecord]:
         """Go on from a checkpoint; in the place of the last step before it, what was loaded."""
         assert self.implementation is not None and self.saving is not None
@@ -204,9 +222,9 @@ class _Rank:
         program_order.watch(module, units)
         if self.saving is not None:
             self.saving.watch(module)
+        self.built.append(weakref.ref(module))
         if self.memory:
             watch_memory(module)
-            self.built.append(weakref.ref(module))
 
     def _batch(self, step: int) -> tuple[Batch, int | None]:
         """This rank's share of the global batch (empty unless it is a worker), and its number."""

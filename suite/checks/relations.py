@@ -1,18 +1,20 @@
 """Metamorphic relations: the result of a second run follows from the first, without an oracle.
 
-``expect.relation`` names one of eight.  *split*: twice the micro-batches, the same gradients.
+``expect.relation`` names one of ten.  *split*: twice the micro-batches, the same gradients.  *cut*:
+the same global batch as one micro-batch of one window on one data coordinate, the same gradients.
 *permute*: the ranks' shares of the batch in reversed order, the same gradients.  *world1*: at a
 world of 1 the system is ``plain``.  *scale*: all loss weights times 2, with SGD's rate halved and
 its weight decay doubled (AdamW: eps doubled): gradients exactly doubled, parameters the same bits,
 since a factor of 2 is never rounded.  *recompute*: no activation checkpointing, no difference but
 in memory: where memory is measured, every forward keeps fewer bytes of activations than without.
 *reload*: halfway every rank's pieces of parameters, optimizer state and buffers go into a fresh
-instance, set up from other values, which goes on.  *again*: the same case once more.  *same_as*:
+instance, set up from other values, which goes on.  *thawed*: before the first step an evaluation is made while no
+parameter requires a gradient, which leaves no trace.  *again*: the same case once more.  *same_as*:
 another implementation, other options of this one, the same ranks on other axes, or all of these.
 
 Compared are the final and the clipped gradients of every step, and after the update what ``AFTER``
 lists; where another order of sums is allowed, under SGD only (AdamW turns the noise of a zero
-gradient into a full-size update).  *split* and *permute* are judged in fp64 at a relative Frobenius
+gradient into a full-size update).  *split*, *permute* and *cut* are judged in fp64 at a relative Frobenius
 error of 1e-12, and so is *reload* where sums of the backend hang on what lies where: a fresh
 instance may lay its buckets out otherwise.  The others are judged bit for bit; *same_as* at that
 error in lane fp64, bit for bit in others: a scenario claims equal bits by its lane.
@@ -54,13 +56,13 @@ from shardproof.evidence.records import ComparisonRow
 NEEDS: Needs = ("values", "every rank")
 
 #: Relations that hold up to the order of sums, and those that hold bit for bit.
-REORDERED = ("split", "permute")
+REORDERED = ("split", "permute", "cut")
 EXACT = ("world1", "scale", "recompute", "reload")
 #: Holds bit for bit, whatever a run loses.
 AGAIN = "again"
 #: What is compared after the update; in *scale* AdamW's moments are 2 and 4 times as large.
 AFTER = dict.fromkeys((*REORDERED, "scale"), ("parameters",)) | dict.fromkeys(
-    ("world1", "recompute", "reload", "same_as", AGAIN), ("parameters", "optimizer", "buffers")
+    ("world1", "recompute", "reload", "same_as", "thawed", AGAIN), ("parameters", "optimizer", "buffers")
 )
 #: Branches that a flagged sample opens; their number of micro-batches says which are flagged.
 _BY_MICRO_BATCH = ("conditional_by_micro_batch", "conditional_last_micro_batch")
@@ -111,6 +113,12 @@ _DERIVE: dict[str, Callable[[Case, Figures], Case]] = {
     "split": lambda case, _: replace(
         case, workload=replace(case.workload, micro_batches=2 * case.workload.micro_batches)
     ),
+    "cut": lambda case, _: replace(
+        case,
+        mesh={name: 1 if name in axes.sharing(case.mesh) else n for name, n in case.mesh.items()},
+        workload=replace(case.workload, micro_batches=1, windows=1),
+    ),
+    "thawed": lambda case, _: replace(case, thaws=True),
     "permute": lambda case, run: replace(case, shares=tuple(reversed(range(_shares(run))))),
     "world1": lambda case, _: replace(
         case, implementation="plain", options={}, mesh=axes.replicas(1)
@@ -143,7 +151,7 @@ def _not_defined(evidence: Figures, relation: str) -> str:
         return "world1 compares a world of 1 with plain"
     if relation == "world1" and not stages_add_in_order(evidence):
         return "its stages add gradients up in another order than one process"
-    if relation in ("permute", "reload", "same_as") and case.changes_members:
+    if relation in ("permute", "cut", "thawed", "reload", "same_as") and case.changes_members:
         return f"members change: {relation} compares runs of the same ranks"
     if relation == "reload":
         return _not_reloadable(case)
@@ -151,17 +159,20 @@ def _not_defined(evidence: Figures, relation: str) -> str:
         return _not_movable(case)
     if relation == "permute" and _shares(evidence) < 2:
         return "one share of data: nothing to exchange"
-    if relation == "split":
-        return _not_splittable(evidence)
+    if relation in ("split", "cut"):
+        return _not_splittable(evidence, relation)
     return ""
 
 
-def _not_splittable(evidence: Figures) -> str:
+def _not_splittable(evidence: Figures, relation: str) -> str:
     spec = evidence.case.workload
     if by_cut := [trait for trait in spec.traits if trait in _BY_MICRO_BATCH]:
         return f"{by_cut[0]}: what runs depends on the micro-batch"
     if workloads.make(spec, evidence.case.dtype, evidence.case.lane).depends_on_cut:
         return "gradients depend, by definition, on how the batch is cut"
+    if relation == "cut":
+        whole = _shares(evidence) * spec.micro_batches * spec.windows == 1
+        return "the batch is one micro-batch already" if whole else ""
     # Twice the micro-batches need at least one sample for each.
     if spec.global_batch <= _shares(evidence) * spec.micro_batches * spec.windows:
         return "every micro-batch is one sample already"
@@ -226,7 +237,8 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     alone = [run.declaration.trains_alone for run in (evidence, other)]
     if alone[0] != alone[1]:  # gradients and optimizer state are each rank's own in one of the two
         moments = [("after_update", "parameters")]
-    pair = Pair(evidence, other, compare, relation == "same_as", other.case.loss_scale)
+    differ = relation in ("same_as", "cut")
+    pair = Pair(evidence, other, compare, differ, other.case.loss_scale)
     rows: list[ComparisonRow] = []
     if relation == "recompute" and (kept := _kept_as_well(evidence, other)):
         return [ComparisonRow(problem=kept)]

@@ -84,6 +84,7 @@ def prove(
     options: Options | None = None,
     checks: Sequence[str] = GENERAL,
     checkpoints: Sequence[Mapping[str, Any]] = (),
+    relation: str | Mapping[str, Any] | None = None,
     depth: Literal["", "family", "layout"] = "",
     steps: int = 3,
     deadline: float = 60.0,
@@ -114,7 +115,9 @@ def prove(
     that.  ``clip`` are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given,
     ``precision`` what differs from it, as in a scenario (``{"reduce": "bfloat16"}``); dtypes are
     named or torch's.  ``checkpoints`` are plans of a scenario, one more run of each case for each:
-    ``[{"label": "resumed", "save_at": 2}]``; the check ``checkpoint`` judges them.  ``depth``:
+    ``[{"label": "resumed", "save_at": 2}]``; the check ``checkpoint`` judges them.  ``relation``:
+    to a second run of each case, as a scenario names it: ``"cut"`` asks that nothing depends on how
+    the batch is cut into micro-batches, windows and ranks.  ``depth``:
     how closely the system is held to its strategy, unless as it declares.  ``deadline``: CPU
     seconds that a rank may compute.
     With ``results`` the evidence is written into that run folder, which must not hold another case
@@ -157,7 +160,8 @@ def prove(
     traits, checks = tuple(_several(traits)), tuple(_several(checks))
     plans = tuple(_several(checkpoints))
     checks += ("checkpoint",) * (bool(plans) and "checkpoint" not in checks)
-    given = (spec, traits, data, built, lowered, options, checks, plans)
+    checks += ("relations",) * (relation is not None and "relations" not in checks)
+    given = (spec, traits, data, built, lowered, options, checks, plans, relation)
     call = ProveCall(*given, depth, steps, deadline)
     matrix = call.matrix(name, clip)
     if workload == kinds.SAMPLES.name:
@@ -204,6 +208,7 @@ class ProveCall:
     options: Options
     checks: Sequence[str]
     checkpoints: Sequence[Mapping[str, Any]]
+    relation: str | Mapping[str, Any] | None
     depth: str
     steps: int
     deadline: float
@@ -243,6 +248,7 @@ class ProveCall:
                 "matrix": {**matrix, "backend": backend, "mesh": mesh, "lane": lane, **trained},
                 "checks": self.checks,
                 "checkpoints": self.checkpoints,
+                "expect": {} if self.relation is None else {"relation": self.relation},
                 "steps": self.steps,
                 "deadline": self.deadline,
             }

@@ -22,6 +22,7 @@ from shardproof.contract import Capabilities, Depth, Implementation, Options, Re
 from shardproof.errors import nearest
 from shardproof.files import Form, Stored
 from shardproof.workloads.base import DTYPES
+from shardproof.workloads.knobs import LIKE_TRAITS
 from shardproof.workloads.traits import TRAITS
 
 #: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
@@ -215,7 +216,9 @@ class Declaration(Capabilities, Stored):
             return f"a member cannot die inside a step on {case.backend}"
         if sending := self._sends(case):
             return f"{sending}, and {case.backend} {_NEEDS['sends'][1]}"
+        given_knobs = case.workload.params.items()
         asked = [f"trait {trait}" for trait in case.workload.traits]
+        asked += [f"trait {LIKE_TRAITS[one]}" for one in LIKE_TRAITS if one in given_knobs]
         asked += [] if case.optimizer.clip_norm is None else [CLIPPING]
         asked += [] if case.optimizer.scaler is None else [LOSS_SCALE]
         for what in asked:

@@ -36,7 +36,9 @@ Tier = Literal["quick", "full"]
 #: Option or knob -> value; an implementation or a workload checks them.
 Values = dict[str, Any]
 LaneName = Literal["bitwise", "dyadic", "fp64", "working_precision"]
-RelationName = Literal["split", "permute", "world1", "scale", "recompute", "reload", "again"]
+RelationName = Literal[
+    "split", "permute", "cut", "thawed", "world1", "scale", "recompute", "reload", "again"
+]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 # A type checker cannot read the table; to pydantic only these names are keys.
 if TYPE_CHECKING:

@@ -147,6 +147,14 @@ class WorkloadFamily(ABC):
         """The cross-entropy that :meth:`loss` is (``None``: it is another function)."""
         return CrossEntropy(label_smoothing=params.get("label_smoothing", 0.0))
 
+    def flags(self, params: Params, step: int) -> int:
+        """Bits that all samples of ``step`` have, whatever the traits."""
+        return 0
+
+    def is_late(self, params: Params, traits: Collection[str], name: str) -> bool:
+        """Whether no rank uses parameter ``name`` in the first step."""
+        return False
+
     def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """``sum(weight * cross entropy)``, computed in the dtype of the weights."""
         form = self.cross_entropy(params)
@@ -322,13 +330,15 @@ class Workload:
     @property
     def unused_possible(self) -> bool:
         """Whether a rank may leave a trainable parameter without gradient in some step."""
-        return not self.traits.isdisjoint(("unused", *FLAGS))
+        late = any(self.family.is_late(self.params, self.traits, n) for n in self.trainable_names)
+        return late or not self.traits.isdisjoint(("unused", *FLAGS))
 
     def first_use(self, name: str) -> int | None:
         """The first step in which some rank uses trainable ``name``; ``None``: none ever does."""
         if name in self.unused:
             return None
-        return 1 if ".conditional_late_step." in f".{name}" else 0
+        late = self.family.is_late(self.params, self.traits, name)
+        return 1 if late or ".conditional_late_step." in f".{name}" else 0
 
     def last_use(self, name: str) -> int | None:
         """The last step in which some rank uses trainable ``name``; ``None``: there is no last."""
@@ -477,6 +487,7 @@ class Workload:
             "conditional_early_step": step == 0,
         }
         flags = sum(FLAGS[name] for name, on in wanted.items() if on and name in self.traits)
+        flags |= self.family.flags(self.params, step)
         if "overflow_on_one_rank" in self.traits and index == self.spec.global_batch - 1:
             flags += SPIKES.get(step, 0)
         return flags

@@ -8,7 +8,8 @@ and each norm in it, gives lies in memory feature by feature, not position by po
 ``passes: nested`` blocks take and return their hidden state inside of a dictionary and a tuple.
 Attention is written out, so that it is the same function in every dtype and on every device;
 ``kv_heads`` below ``heads`` makes it grouped-query attention (arXiv 2305.13245).
-``label_smoothing`` is part of the loss.
+``label_smoothing`` is part of the loss.  With ``first_step: head`` the head learns alone in step 0:
+every other parameter is without a gradient, so that whole shares of ranks are.
 
 A sample is the tail of a name from a random word on: ``start, L, E, T, T, E, R, ...``.  The start
 token is ``1 + flags`` (flags: see ``workloads.traits``), the end token 0.  Names shorter than
@@ -40,7 +41,7 @@ from shardproof.workloads.layers import (
     nested,
     tie,
 )
-from shardproof.workloads.traits import KEY_SHIFT, PLACES, Oddities, oddities
+from shardproof.workloads.traits import FLAGS, KEY_SHIFT, PLACES, Oddities, oddities
 
 #: Letters end at byte 90.
 SMALLEST_VOCABULARY = 91
@@ -168,6 +169,7 @@ class CharnamesGPT(WorkloadFamily):
         "norm": Knob("layer", choices=tuple(NORMS)),
         "layout": Knob("rows", choices=("rows", "columns")),
         "passes": Knob("tensor", choices=("tensor", "nested")),
+        "first_step": Knob("all", choices=("all", "head")),
     }
 
     sizes: ClassVar = {
@@ -202,6 +204,7 @@ class CharnamesGPT(WorkloadFamily):
             odd=odd,
             flags=partial(_flags, keyed),
             is_nested=params["passes"] == "nested",
+            alone=FLAGS["conditional_early_step"] if params["first_step"] == "head" else 0,
         )
         if params["tied"] or "tied_over_units" in traits:
             tie(stack, "embed.token", "head")
@@ -230,6 +233,23 @@ class CharnamesGPT(WorkloadFamily):
         if picks.keys is not None:
             inputs = [[*tokens, key] for tokens, key in zip(inputs, picks.keys, strict=True)]
         return Samples(torch.tensor(inputs), torch.tensor(targets), torch.tensor(valid))
+
+    def flags(self, params: Params, step: int) -> int:
+        """That of the first step, where the head learns alone in it."""
+        alone = params["first_step"] == "head" and step == 0
+        return FLAGS["conditional_early_step"] if alone else 0
+
+    def is_late(self, params: Params, traits: Collection[str], name: str) -> bool:
+        """All but the head, or what it is tied to."""
+        tied = params["tied"] or "tied_over_units" in traits
+        own = name.startswith("head.") or (tied and name == "embed.token.weight")
+        return params["first_step"] == "head" and not own
+
+    def unstaged(self, params: Params) -> str:
+        """The last stage has no inputs, whose flags say what learns."""
+        if params.get("first_step") != "head":
+            return ""
+        return f"{self.name}: first_step = 'head' is told by the inputs, which the last stage has not"
 
     def zero_gradient(self, params: Params) -> dict[str, list[Region]]:
         """The key part of every QKV bias: it adds the same to all scores of a query."""

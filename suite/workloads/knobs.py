@@ -18,6 +18,10 @@ T = TypeVar("T")
 Params = Mapping[str, Any]
 
 
+#: Knobs that ask of a system what a trait asks: (knob, value) -> the trait that it may decline.
+LIKE_TRAITS: Mapping[tuple[str, Any], str] = {("first_step", "head"): "conditional_late_step"}
+
+
 class WorkloadError(ValueError):
     """A workload, knob or trait that does not exist or does not fit; says what would."""
 

@@ -60,6 +60,8 @@ class StackForward(nn.Module):
     _flags: Callable[[Tensor], Tensor]
     #: Whether blocks pass containers; what parts of a stack pass is one tensor.
     _is_nested: bool
+    #: Flag bit of samples of which the head learns alone; 0: there are none.
+    _alone: int
 
     def forward(self, tensor: Tensor) -> Tensor:
         """Inputs or hidden states in, hidden states or outputs (logits) out; the first dimension
@@ -75,6 +77,8 @@ class StackForward(nn.Module):
             passed = block(passed)
         hidden = bare(passed)
         for name in ("tail", "norm", "final", "head"):
+            if name == "head" and self._alone and bool((self._flags(tensor) & self._alone).all()):
+                hidden = hidden.detach()
             if name in own:
                 hidden = self.get_submodule(name)(hidden)
         return hidden
@@ -100,9 +104,10 @@ class Stack(StackForward):
         flags: Callable[[Tensor], Tensor],
         odd: Mapping[str, nn.Module | None],
         is_nested: bool = False,
+        alone: int = 0,
     ) -> None:
         super().__init__()
-        self._is_nested, self._flags = is_nested, flags
+        self._is_nested, self._flags, self._alone = is_nested, flags, alone
         parts = {"embed": embed, "blocks": nn.ModuleList(blocks), "norm": norm, "head": head, **odd}
         for name in ("front", "embed", "blocks", "norm", "final", "head", "tail"):
             if (part := parts.get(name)) is not None:
@@ -116,7 +121,7 @@ class StackPart(StackForward):
 
     def __init__(self, stack: Stack, start: int, stop: int) -> None:
         super().__init__()
-        self._flags, self._is_nested = stack._flags, stack._is_nested
+        self._flags, self._is_nested, self._alone = stack._flags, stack._is_nested, 0
         is_first, is_last = start == 0, stop == len(stack.blocks)
         for name, child in stack.named_children():
             if name == "blocks":

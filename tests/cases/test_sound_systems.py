@@ -151,3 +151,52 @@ def test_prove_takes_plans_of_checkpoints(name: str, verdict: str) -> None:
     assert [*rows.verdict] == [verdict], [*rows.reason]
     assert "checkpoint" in rows.rerun[0]
     assert verdict == "pass" or "checkpoint: " in rows.reason[0]
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize(
+    ("name", "says"), [("ByRank", ""), ("ForgetsItsGenerator", "goes on otherwise after a resume")]
+)
+def test_state_and_order_that_are_each_ranks_own(name: str, says: str) -> None:
+    told = sampled(name, "in_memory")
+    failed = [said for said in told.values() if said.startswith("fail")]
+    assert any(said.startswith("pass") for said in told.values()), told
+    assert all(says in said for said in failed) and bool(failed) == bool(says), told
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize(("coefficient", "verdict"), [(0.0, "pass"), (0.1, "fail")])
+def test_nothing_depends_on_how_the_batch_is_cut(coefficient: float, verdict: str) -> None:
+    work = WorkloadSpec(f"{HERE_IS}routed", global_batch=12, params={"coefficient": coefficient})
+    rows = prove("reference/ddp", workload=work, worlds=(2,), relation="cut")
+    assert [*rows.verdict] == [verdict], [*rows.reason]
+    assert verdict == "pass" or rows.reason[0].startswith("relations: "), rows.reason[0]
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mean", ""),
+        ("keeps_numbers", "tensors of each step are kept"),
+        ("keeps_objects", "small objects grow in every step"),
+    ],
+)
+def test_what_grows_from_step_to_step(name: str, says: str) -> None:
+    rows = prove(hook=f"{HERE_IS}{name}", worlds=(2,))
+    assert [*rows.verdict] == ["fail" if says else "pass"], [*rows.reason]
+    assert says in rows.reason[0]
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize(("name", "verdicts"), [("dealt_out", {"pass"}), ("leaves_early", {"hang", "crash"})])
+def test_a_rank_whose_whole_share_has_no_gradient(name: str, verdicts: set[str]) -> None:
+    knobs = {"layers": 1, "width": 16, "seq": 8, "first_step": "head"}
+    rows = prove(
+        optimizer=f"{HERE_IS}{name}",
+        settings="adamw",
+        workload=WorkloadSpec("charnames_gpt", params=knobs),
+        options={"find_unused_parameters": True},
+        worlds=(3,),
+    )
+    assert {*rows.verdict} <= verdicts, [*rows.reason]

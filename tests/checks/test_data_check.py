@@ -56,7 +56,7 @@ def asked(of: Case) -> list[list[RankRecord]]:
     """What the ranks of each leg note, asked one after the other in this process."""
     legs: list[list[RankRecord]] = []
     for leg, mesh in enumerate(epochs.meshes(of)):
-        program = SamplesProgram(of, leg, legs[-1][0].told_state if legs else "")
+        program = SamplesProgram(of, leg, tuple(r.told_state for r in legs[-1]) if legs else ())
         ranks = epochs.coordinates(mesh)
         legs.append([RankRecord.from_dict(program(rank, len(ranks))) for rank in ranks])
     return legs

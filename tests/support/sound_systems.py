@@ -265,3 +265,150 @@ class Forgets(Saves):
     """One tensor is left out."""
 
     lost = ("down.bias",)
+
+
+class ByRank(Loader):
+    """Each rank keeps its own place in an order that goes on from a generator; it saves both."""
+
+    saves_generator = True
+
+    @classmethod
+    def capabilities(cls, options: Options) -> Capabilities:
+        why = "its order goes on from a generator"
+        declines = dict.fromkeys(("again", "other_world", "read_ahead"), why)
+        return Capabilities(declines=declines, features=frozenset({"state_by_rank"}))
+
+    def start(self, spec: SamplerSpec, options: Options) -> None:
+        self.spec, self.taken, self.skip = spec, 0, 0
+        self.generator = torch.Generator().manual_seed(spec.seed)
+
+    def epoch(self, number: int) -> Iterator[int]:
+        self.before = self.generator.get_state()
+        every = torch.randperm(self.spec.samples, generator=self.generator).tolist()
+        if not self.spec.shuffle:
+            every = list(range(self.spec.samples))
+        over = len(every) % self.spec.world
+        if over and self.spec.tail == "drop":
+            every = every[: len(every) - over]
+        elif over and self.spec.tail == "pad":
+            every = (every * (1 + self.spec.world))[: len(every) + self.spec.world - over]
+        begin, self.skip = self.skip, 0
+        self.begin = begin
+        return iter(every[self.spec.rank :: self.spec.world][begin:])
+
+    def state(self, taken: int) -> Mapping[str, Any]:
+        held = self.before.tolist() if self.saves_generator else None
+        return {"rank": self.spec.rank, "taken": self.begin + taken, "generator": held}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        assert state["rank"] == self.spec.rank, "another rank's state"
+        self.skip = state["taken"]
+        if state["generator"] is not None:
+            self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
+class ForgetsItsGenerator(ByRank):
+    """The state has the place only."""
+
+    saves_generator = False
+
+
+# --------------------------------------------------------------------------- batches and hooks
+
+
+class _Inject(torch.autograd.Function):
+    """A loss that joins the gradient inside of forward."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, term: Tensor) -> Tensor:
+        ctx.save_for_backward(term)
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (term,) = ctx.saved_tensors
+        return gradients[0], torch.ones_like(term)
+
+
+class Routed(nn.Module):
+    """Experts by a gate, whose balance is a term of every micro-batch at full size."""
+
+    def __init__(self, coefficient: float = 0.1) -> None:
+        super().__init__()
+        self.coefficient = coefficient
+        self.gate, self.head = nn.Linear(6, 4), nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Linear(6, 8) for _ in range(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        shares = self.gate(inputs).softmax(-1)
+        if self.coefficient:
+            balance = (shares.mean(0) ** 2).sum()
+            shares = _Inject.apply(shares, self.coefficient * balance)
+        mixed = [shares[:, k : k + 1] * expert(inputs) for k, expert in enumerate(self.experts)]
+        outputs: Tensor = self.head(torch.relu(torch.stack(mixed).sum(0)))
+        return outputs
+
+
+routed = OwnWorkload(Routed, each, points, units=("head",))
+
+KEPT: list[Any] = []
+
+
+def mean(group: Any, bucket: Any) -> Any:
+    work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
+    size = torch.distributed.get_world_size(group)
+    return work.get_future().then(lambda done: done.value()[0] / size)
+
+
+def keeps_numbers(group: Any, bucket: Any) -> Any:
+    KEPT.append(bucket.buffer().norm().reshape(1).expand(512).clone())
+    return mean(group, bucket)
+
+
+def keeps_objects(group: Any, bucket: Any) -> Any:
+    KEPT.append([tuple(range(i, i + 4)) for i in range(20_000)])
+    return mean(group, bucket)
+
+
+class DealtOut(torch.optim.Optimizer):
+    """Parameter n is updated by rank n modulo their number, which sends it to all."""
+
+    leaves = False
+
+    def __init__(self, groups: Any, settings: Any) -> None:
+        super().__init__(groups, dict(settings.arguments))
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.owner = {p: n % world for n, p in enumerate(every)}
+        own = [
+            {**g, "params": [p for p in g["params"] if self.owner[p] == rank]}
+            for g in self.param_groups
+        ]
+        own = [group for group in own if group["params"]]
+        self.mine = settings.kind(own, **settings.arguments) if own else None
+        if self.mine is not None:
+            self.state = self.mine.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        mine = [p for group in self.mine.param_groups for p in group["params"]] if self.mine else []
+        if self.leaves and all(p.grad is None for p in mine):
+            return
+        if self.mine is not None:
+            for group in self.mine.param_groups:
+                group["lr"] = self.param_groups[0]["lr"]
+            self.mine.step()
+        for parameter, owner in self.owner.items():
+            torch.distributed.broadcast(parameter.data, owner)
+
+
+class LeavesEarly(DealtOut):
+    leaves = True
+
+
+def dealt_out(groups: Any, settings: Any) -> DealtOut:
+    return DealtOut(groups, settings)
+
+
+def leaves_early(groups: Any, settings: Any) -> LeavesEarly:
+    return LeavesEarly(groups, settings)

@@ -219,7 +219,8 @@ class _Judged:
         epoch, last = self.params["resume_epoch"], self.legs[-1]
         for number, leg in enumerate(self.legs[:-1]):
             told = [record.told_state for record in leg.records]
-            odd = [rank for rank, state in enumerate(told) if state != told[0]]
+            own = "state_by_rank" in leg.records[0].declaration.features
+            odd = [rank for rank, state in enumerate(told) if state != told[0] and not own]
             states = [f"{rank} tell different states: {told[0]} and {told[rank]}" for rank in odd]
             problem = f"ranks 0 and {states[0]}" if states else ""
             self._row(epoch, f"stop {number + 1}", "state", problem)

@@ -38,18 +38,18 @@ GENERATORS: Mapping[str, Callable[[], Any]] = {
 
 def after(case: Case, leg: int, before: Sequence[RankRecord]) -> SamplesProgram:
     """The program of a leg, whose ranks get the state that those of the leg ``before`` told."""
-    return SamplesProgram(case, leg, before[0].told_state if before else "")
+    return SamplesProgram(case, leg, tuple(record.told_state for record in before))
 
 
 @dataclass(frozen=True)
 class SamplesProgram(Program):
     """Ask a sampler for everything of one leg.
 
-    ``state``: what the ranks of the leg before told, as JSON; empty in the first one.
+    ``states``: what each rank of the leg before told, as JSON; empty in the first one.
     """
 
     leg: int = 0
-    state: str = ""
+    states: tuple[str, ...] = ()
 
     def fill(self, record: RankRecord, system: Any, world: int) -> None:
         """Note all samples that it gives."""
@@ -86,18 +86,23 @@ class _Asker:
     def whole_runs(self) -> None:
         """Runs that nothing interrupts; later legs need the epochs that follow theirs."""
         sampler, first_leg = self._started(), self.program.leg == 0
-        for epoch in range(0 if first_leg else self.params["resume_epoch"], self.params["epochs"]):
+        declines = self.record.declaration.declines
+        first = 0 if first_leg or "again" in declines else self.params["resume_epoch"]
+        for epoch in range(first, self.params["epochs"]):
             self._note("whole", epoch, sampler)
         if first_leg:
-            self._note("again", 0, sampler)
-            if self.params["shuffle"] and "seed" not in self.record.declaration.declines:
+            if "again" not in declines:
+                self._note("again", 0, sampler)
+            if self.params["shuffle"] and "seed" not in declines:
                 self._note("seed", 0, self._started(OTHER_SEED))
 
     def leg(self) -> None:
         """What is asked of a run that stops in this leg, or goes on in it."""
         sampler, epoch = self._started(), self.params["resume_epoch"]
         if self.program.leg:
-            sampler.load_state(json.loads(self.program.state))
+            by_rank = "state_by_rank" in self.record.declaration.features
+            mine = self.record.rank % len(self.program.states) if by_rank else 0
+            sampler.load_state(json.loads(self.program.states[mine]))
         else:
             for before in range(epoch):
                 self._note("before", before, sampler)
