@@ -135,7 +135,9 @@ _RECORDS = (
 TEXTBOOK: Mapping[str, Strategy] = {record.name: record for record in _RECORDS}
 
 #: Every feature that means something to a check.
-FEATURES = frozenset({"fp32_reduction", "state_by_rank"}).union(*(record.profile for record in _RECORDS))
+FEATURES = frozenset({"fp32_reduction", "state_by_rank"}).union(
+    *(record.profile for record in _RECORDS)
+)
 
 #: Traits that a profile's feature stands for: they cannot be declined by who claims the strategy.
 TRAIT_FEATURES: Mapping[str, str] = {

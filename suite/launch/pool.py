@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from shardproof.files import read_fast_json
-from shardproof.launch.fork_server import ForkServer, ForkServerError, Task
 from shardproof.launch import process_control
+from shardproof.launch.fork_server import ForkServer, ForkServerError, Task
 from shardproof.launch.workspace import Workspace
 
 #: A fork server that dies is replaced this often in one run, with the loss of its leaders.

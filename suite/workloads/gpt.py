@@ -249,7 +249,9 @@ class CharnamesGPT(WorkloadFamily):
         """The last stage has no inputs, whose flags say what learns."""
         if params.get("first_step") != "head":
             return ""
-        return f"{self.name}: first_step = 'head' is told by the inputs, which the last stage has not"
+        return (
+            f"{self.name}: first_step = 'head' is told by the inputs, which the last stage has not"
+        )
 
     def zero_gradient(self, params: Params) -> dict[str, list[Region]]:
         """The key part of every QKV bias: it adds the same to all scores of a query."""

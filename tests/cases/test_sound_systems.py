@@ -155,13 +155,13 @@ def test_prove_takes_plans_of_checkpoints(name: str, verdict: str) -> None:
 
 @pytest.mark.usefixtures("importable")
 @pytest.mark.parametrize(
-    ("name", "says"), [("ByRank", ""), ("ForgetsItsGenerator", "goes on otherwise after a resume")]
+    ("name", "says"), [("ByRank", ""), ("ForgetsItsGenerator", "after a resume")]
 )
 def test_state_and_order_that_are_each_ranks_own(name: str, says: str) -> None:
     told = sampled(name, "in_memory")
     failed = [said for said in told.values() if said.startswith("fail")]
     assert any(said.startswith("pass") for said in told.values()), told
-    assert all(says in said for said in failed) and bool(failed) == bool(says), told
+    assert bool(failed) == bool(says) and any(says in said for said in failed or [""]), told
 
 
 @pytest.mark.usefixtures("importable")
@@ -183,13 +183,15 @@ def test_nothing_depends_on_how_the_batch_is_cut(coefficient: float, verdict: st
     ],
 )
 def test_what_grows_from_step_to_step(name: str, says: str) -> None:
-    rows = prove(hook=f"{HERE_IS}{name}", worlds=(2,))
+    rows = prove(hook=f"leaking_hooks:{name}", worlds=(2,))
     assert [*rows.verdict] == ["fail" if says else "pass"], [*rows.reason]
     assert says in rows.reason[0]
 
 
 @pytest.mark.usefixtures("importable")
-@pytest.mark.parametrize(("name", "verdicts"), [("dealt_out", {"pass"}), ("leaves_early", {"hang", "crash"})])
+@pytest.mark.parametrize(
+    ("name", "verdicts"), [("dealt_out", {"pass"}), ("leaves_early", {"hang", "crash"})]
+)
 def test_a_rank_whose_whole_share_has_no_gradient(name: str, verdicts: set[str]) -> None:
     knobs = {"layers": 1, "width": 16, "seq": 8, "first_step": "head"}
     rows = prove(

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shardproof import OwnWorkload
-from shardproof.impls.adapter import Adapter
 from shardproof.contract import (
     Batch,
     Capabilities,
@@ -25,6 +24,7 @@ from shardproof.contract import (
     Sampling,
     StepResult,
 )
+from shardproof.impls.adapter import Adapter
 from shardproof.impls.reference.fsdp import ReferenceFSDP
 
 # ------------------------------------------------------------------------------------- models
@@ -313,7 +313,7 @@ class ForgetsItsGenerator(ByRank):
     saves_generator = False
 
 
-# --------------------------------------------------------------------------- batches and hooks
+# ---------------------------------------------------------------------- batches and optimizers
 
 
 class _Inject(torch.autograd.Function):
@@ -350,24 +350,6 @@ class Routed(nn.Module):
 
 
 routed = OwnWorkload(Routed, each, points, units=("head",))
-
-KEPT: list[Any] = []
-
-
-def mean(group: Any, bucket: Any) -> Any:
-    work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
-    size = torch.distributed.get_world_size(group)
-    return work.get_future().then(lambda done: done.value()[0] / size)
-
-
-def keeps_numbers(group: Any, bucket: Any) -> Any:
-    KEPT.append(bucket.buffer().norm().reshape(1).expand(512).clone())
-    return mean(group, bucket)
-
-
-def keeps_objects(group: Any, bucket: Any) -> Any:
-    KEPT.append([tuple(range(i, i + 4)) for i in range(20_000)])
-    return mean(group, bucket)
 
 
 class DealtOut(torch.optim.Optimizer):
