@@ -60,7 +60,7 @@ class Adapter(Implementation):
                 for name, value in state.items():
                     held[name].copy_(value)
         self.module = self.wrap(self.model)
-        # Once: between a forward and its backward a sharded module has other tensors in their place.
+        # Once: between forward and backward a sharded module has other tensors in their place.
         self.named = dict(self.model.named_parameters())
         self.optimizer = self.make_optimizer()
 

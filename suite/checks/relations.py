@@ -1,22 +1,24 @@
 """Metamorphic relations: the result of a second run follows from the first, without an oracle.
 
-``expect.relation`` names one of ten.  *split*: twice the micro-batches, the same gradients.  *cut*:
-the same global batch as one micro-batch of one window on one data coordinate, the same gradients.
+``expect.relation`` names one of ten.  *split*: twice the micro-batches, the same gradients.
+*cut*: the same global batch as one micro-batch of one window on one data coordinate, the same
+gradients.
 *permute*: the ranks' shares of the batch in reversed order, the same gradients.  *world1*: at a
 world of 1 the system is ``plain``.  *scale*: all loss weights times 2, with SGD's rate halved and
 its weight decay doubled (AdamW: eps doubled): gradients exactly doubled, parameters the same bits,
 since a factor of 2 is never rounded.  *recompute*: no activation checkpointing, no difference but
 in memory: where memory is measured, every forward keeps fewer bytes of activations than without.
 *reload*: halfway every rank's pieces of parameters, optimizer state and buffers go into a fresh
-instance, set up from other values, which goes on.  *thawed*: before the first step an evaluation is made while no
-parameter requires a gradient, which leaves no trace.  *again*: the same case once more.  *same_as*:
-another implementation, other options of this one, the same ranks on other axes, or all of these.
+instance, set up from other values, which goes on.  *thawed*: before the first step an evaluation is
+made while no parameter requires a gradient, which leaves no trace.  *again*: the same case once
+more.  *same_as*: another implementation, other options of this one, the same ranks on other axes,
+or all of these.
 
 Compared are the final and the clipped gradients of every step, and after the update what ``AFTER``
 lists; where another order of sums is allowed, under SGD only (AdamW turns the noise of a zero
-gradient into a full-size update).  *split*, *permute* and *cut* are judged in fp64 at a relative Frobenius
-error of 1e-12, and so is *reload* where sums of the backend hang on what lies where: a fresh
-instance may lay its buckets out otherwise.  The others are judged bit for bit; *same_as* at that
+gradient into a full-size update).  *split*, *permute* and *cut* are judged in fp64 at a relative
+Frobenius error of 1e-12, and so is *reload* where sums of the backend hang on what lies where: a
+fresh instance may lay its buckets out otherwise.  The others are judged bit for bit; *same_as* at that
 error in lane fp64, bit for bit in others: a scenario claims equal bits by its lane.
 
 Sees what depends on the cut (a mean of means), on who holds which data (a rank that counts more or

@@ -66,7 +66,9 @@ def factor(evidence: Figures) -> float:
 
 
 def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
-    """Steps of the fp64 twin (of the widest dtype that the model has) and of one device in the case's precision, both forced.
+    """Steps of the fp64 twin and of one device in the case's precision, both forced.
+
+    The twin has the widest dtype that the model computes in.
 
     They compute with the same values: masters and shards are rounded to what is computed with.
     """

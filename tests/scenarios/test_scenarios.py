@@ -608,6 +608,8 @@ OTHERS = (
         "collectives",
         "plain",
         "relations",
+        "cuts",
+        "late-shares",
         "nccl",
         "gloo-cuda",
         "gpu-",

@@ -12,6 +12,7 @@ more than 512 bytes each that are no tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from shardproof.costs.model import JUDGED
 from shardproof.evidence.assembled import Figures
@@ -50,7 +51,7 @@ def problem(evidence: Figures, record: RankRecord) -> str:
 
 def _least_growth(levels: Sequence[int], least: int) -> int:
     """By how much every level exceeds the one before, where they all do alike; 0: they do not."""
-    grown = [after - before for before, after in zip(levels, levels[1:], strict=False)]
+    grown = [after - before for before, after in pairwise(levels)]
     grown = grown[1:] if len(grown) > 2 else grown
     if len(grown) < 2 or min(grown) < least or max(grown) > _ALIKE * min(grown):
         return 0
