@@ -18,8 +18,8 @@ Compared are the final and the clipped gradients of every step, and after the up
 lists; where another order of sums is allowed, under SGD only (AdamW turns the noise of a zero
 gradient into a full-size update).  *split*, *permute* and *cut* are judged in fp64 at a relative
 Frobenius error of 1e-12, and so is *reload* where sums of the backend hang on what lies where: a
-fresh instance may lay its buckets out otherwise.  The others are judged bit for bit; *same_as* at that
-error in lane fp64, bit for bit in others: a scenario claims equal bits by its lane.
+fresh instance may lay its buckets out otherwise.  The others are judged bit for bit; *same_as* at
+that error in lane fp64, bit for bit in others: a scenario claims equal bits by its lane.
 
 Sees what depends on the cut (a mean of means), on who holds which data (a rank that counts more or
 not at all), on being one of several (a cast on the way), on absolute size (a weight normalised
