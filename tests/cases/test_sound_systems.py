@@ -155,7 +155,7 @@ def test_prove_takes_plans_of_checkpoints(name: str, verdict: str) -> None:
 
 @pytest.mark.usefixtures("importable")
 @pytest.mark.parametrize(
-    ("name", "says"), [("ByRank", ""), ("ForgetsItsGenerator", "after a resume")]
+    ("name", "says"), [("ByRank", ""), ("ForgetsItsGenerator", "before a resume and after it")]
 )
 def test_state_and_order_that_are_each_ranks_own(name: str, says: str) -> None:
     told = sampled(name, "in_memory")
