@@ -347,7 +347,8 @@ class Zero3(CostModel):
         if once and not self.uncalled and self.facts.shards > 1:
             depth = {way: self.depth(self._prefetched(way)) for way in ("forward", "backward")}
         # Units of a group that is computed again as one are gathered forwards, and used backwards.
-        in_order = bool(depth) and self._recomputed() < 2
+        # Units inside of others, or of the ends, are gathered with those around them.
+        in_order = bool(depth) and watched and self._recomputed() < 2
         return Prefetch(
             gathers, late, len(self.trained), watched=watched, depth=depth, in_order=in_order
         )

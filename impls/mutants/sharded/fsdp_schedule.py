@@ -125,12 +125,10 @@ class GathersFartherUnitFirst(FSDP):
     """Of two units that are gathered ahead the second is gathered first."""
 
     def before_forward(self, unit: ShardedUnit, again: bool) -> None:
-        self.order.forward_begins, given = self.reversed, self.order.forward_begins
-        self.given = given
-        try:
-            super().before_forward(unit, again)
-        finally:
-            self.order.forward_begins = given  # type: ignore[method-assign]
+        self.given = self.order.forward_begins
+        self.order.forward_begins = self.reversed  # type: ignore[method-assign]
+        super().before_forward(unit, again)
+        self.order.forward_begins = self.given  # type: ignore[method-assign]
 
     def reversed(self, unit: ShardedUnit, ahead: int) -> list[ShardedUnit]:
         """The same units, the last one first."""
