@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
 #: Version of this contract.  It grows when an implementation written for the one before could be
 #: judged differently or no longer run; ``docs/architecture.md`` tells why each field exists.
-CONTRACT = 2
+CONTRACT = 3
 
 Point = Literal["gradients_final", "after_clip", "after_update"]
 POINTS: tuple[Point, ...] = ("gradients_final", "after_clip", "after_update")
 
-Kind = Literal["parameters", "gradients", "optimizer", "buffers"]
+#: ``extra``: what :meth:`Implementation.extra_state` shows; the others :meth:`local_state` shows.
+Kind = Literal["parameters", "gradients", "optimizer", "buffers", "extra"]
 KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "buffers")
 
 #: Called by the implementation inside ``step`` at each :data:`Point`, once per step and in order.
@@ -186,6 +187,30 @@ Role = Literal[
 ]
 
 
+#: Over which part of a step's batch a loss term is computed: each micro-batch, all micro-batches of
+#: one data coordinate, or all of all coordinates.
+Scope = Literal["micro-batch", "rank", "global"]
+
+
+class LossTerm(Protocol):
+    """A part of the loss that is no sum over targets: a load-balancing loss, for example.
+
+    The loss has one :meth:`value` for each part of the batch that ``scope`` names, added up.
+    """
+
+    name: str
+    scope: Scope
+
+    def statistics(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """A differentiable vector of sums over the targets of ``micro``, in the weights' dtype.
+
+        Those of several micro-batches add up.
+        """
+
+    def value(self, statistics: Tensor) -> Tensor:
+        """The scalar term of the ``statistics`` of one scope, added up; differentiable."""
+
+
 class Build(Protocol):
     """Builds the model of a workload; handed to :meth:`Implementation.setup`."""
 
@@ -200,6 +225,10 @@ class Build(Protocol):
     #: the dtype of the weights (``None``: another function).  Who holds only some of the classes
     #: may compute that instead of calling :meth:`loss`.
     cross_entropy: CrossEntropy | None
+
+    #: Loss terms that :meth:`loss` leaves out, because one micro-batch does not suffice for them:
+    #: those of scope ``rank`` and ``global`` (see :attr:`Capabilities.scopes`).
+    terms: Sequence[LossTerm]
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         """A fresh module on ``device`` (``"meta"`` allowed).
@@ -221,7 +250,9 @@ class Build(Protocol):
         """
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
-        """Scalar ``sum(micro.weights * token_loss(outputs, micro.targets))``; differentiable."""
+        """Scalar ``sum(micro.weights * token_loss(outputs, micro.targets))``, and the terms of
+        scope ``micro-batch``; differentiable.
+        """
 
 
 @dataclass(frozen=True)
@@ -338,6 +369,27 @@ class Event:
     keys: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Now:
+    """What :meth:`Implementation.follow` computes from: ``step``, and whole tensors right after it.
+
+    ``was``: further state, and moved buffers, before the update; ``step`` -1, without any: right
+    after ``setup``.  ``buffers``: those of each data coordinate, as its forwards left them.
+    """
+
+    step: int
+    was: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    buffers: Sequence[Mapping[str, Tensor]]
+
+
+def average(decay: float) -> str:
+    """The rule of an average of parameters (``Capabilities.follows``) that begins as they do."""
+    return f"parameter -> {decay:f} * was + (1 - {decay:f}) * parameter"
+
+
 #: How closely a system is held to its strategy.  ``family``: to what every sound member does, and
 #: to bytes between two bounds; ``layout``: to the byte, by the cost model of that strategy;
 #: ``own``: to the byte, by the cost model that the class brings.
@@ -418,6 +470,22 @@ class Capabilities:
     rate are as given for as many members as begin the first step.  The global batch is cut over the
     members, in their order.
 
+    ``follows``: the rule by which each piece of further state follows training, by its name
+    (``average.*``: one for each parameter, whose name stands for the ``*``).  State is shown by
+    :meth:`Implementation.extra_state`, unless the name is that of a model's buffer, which the
+    system moves after the update.  Rules:
+
+    * ``START -> NEXT``, formulas: the value after ``setup``, and after each update that is made.
+      Names: ``was``, ``parameter`` and ``gradient`` (the update is done), ``step`` (from 0).
+      Functions: ``min max abs sign sqrt cos power``.  Without ``START ->`` the first value is free.
+    * ``given``: what :meth:`Implementation.follow` computes.
+    * ``equal``: anything that is equal on all ranks, in a checkpoint, and changes at least once.
+
+    ``optimizer.weight_decay``, ``optimizer.momentum``, ``optimizer.eps``, ``optimizer.lr``: what
+    the update of that step uses in place of :class:`OptimizerSpec`'s.
+
+    ``scopes``: of which scopes the system adds the terms of :attr:`Build.terms` to the loss.
+
     ``packages`` are modules that the machine may lack: then cases become ``skip``, while options
     are still refused, so :meth:`Implementation.capabilities` must do without them.  ``lacks``: what
     the installed packages have not that these options need, in words; the same becomes of cases.
@@ -446,6 +514,8 @@ class Capabilities:
     max_staleness: int | None = None
     optimizer_state: OptimizerState = "shared"
     batch: BatchRule = "global"
+    follows: Mapping[str, str] = field(default_factory=dict)
+    scopes: tuple[Scope, ...] = ()
 
 
 class Emulation(Protocol):
@@ -598,6 +668,18 @@ class Implementation(ABC):
         Gradients are those of the running step (asked for inside ``observe``); a parameter that no
         rank used has none.
         """
+
+    def extra_state(self) -> Mapping[str, Tensor | float] | Sequence[Piece]:
+        """What this rank holds of the state that ``Capabilities.follows`` names, no communication.
+
+        Tensors and numbers by name, of which this rank has a whole copy; or pieces.
+        """
+        return {}
+
+    @classmethod
+    def follow(cls, now: Now, options: Options) -> Mapping[str, Tensor]:
+        """The right values of all state whose rule is ``given``, as a function of ``now`` alone."""
+        raise Refused(f"{cls.__name__} has no follow")
 
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
         """Overwrite this rank's state of ``kind``, without communication (teacher forcing).

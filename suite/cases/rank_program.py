@@ -44,16 +44,13 @@ from shardproof.registry import answers
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.workloads import Workload
 
-#: What training goes on with after a step, in the order in which another instance loads it.
+#: What training goes on with after a step, in the order in which another instance loads it; then
+#: further state, where some is declared.
 LOADED: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
+#: The point at which all of that is looked at; at the others gradients are.
+_LAST: Point = "after_update"
 #: What the system itself shows, by kind.
 Local = Mapping[str, Sequence[Piece]]
-#: What is looked at, and when.
-KINDS_AT: dict[Point, tuple[Kind, ...]] = {
-    "gradients_final": ("gradients",),
-    "after_clip": ("gradients",),
-    "after_update": LOADED,
-}
 
 
 class CannotReload(RuntimeError):
@@ -73,6 +70,8 @@ class _Rank:
         self.case, self.workload, self.rank = case, workload, rank
         self.cls = registry.load(case.implementation)
         self.declaration = Declaration.of(self.cls, case.options)
+        self.extra: tuple[Kind, ...] = ("extra",) if self.declaration.follows else ()
+        self.loaded = (*LOADED, *self.extra)
         self.implementation: Implementation | None = None
         log = self.log = program_order.current()
         self.memory: MemoryLedger | None = None
@@ -113,7 +112,7 @@ class _Rank:
             record.coordinate = self.members.mesh.coordinate
             if self.implementation is not None:
                 with self._aside():
-                    record.initial = self._holds(("parameters", "buffers"))
+                    record.initial = self._holds(("parameters", "buffers", *self.extra))
             if self.case.loads_from:
                 record.steps = self._load(record)
             for step in range(len(record.steps), self.case.steps):
@@ -177,7 +176,7 @@ class _Rank:
         """Go on with a fresh instance: set up from other values, it loads what this one holds."""
         assert self.implementation is not None
         self.implementation.drain()
-        own = {kind: answers.pieces(self.implementation, kind) for kind in LOADED}
+        own = self._pieces(self.loaded)
         held = {kind: [*map(_copy, pieces)] for kind, pieces in own.items()}
         self.implementation.close()
         self._set_up(self.members.mesh, self._state(other=True))
@@ -211,7 +210,7 @@ class _Rank:
             self._step(step)  # nothing of it may stay
         loaded = record.loaded = self.saving.load(self.implementation)
         steps = [StepRecord(n, None, None, None, present=False) for n in range(loaded.step)]
-        steps[-1].observed = {"after_update": self._holds(LOADED)}
+        steps[-1].observed = {"after_update": self._holds(self.loaded)}
         steps[-1].draws = self.saving.draws()
         with self._aside():
             self.saving.after_step(self.implementation, loaded.step)  # it may be asked at once
@@ -251,8 +250,7 @@ class _Rank:
     def _holds(self, kinds: tuple[Kind, ...], point: str = "") -> Pieces:
         """Copies of ``kinds``; at an observation ``point`` all kinds are weighed."""
         assert self.implementation is not None
-        looked_at = contract.KINDS if point and self.memory else kinds
-        pieces: Local = {kind: answers.pieces(self.implementation, kind) for kind in looked_at}
+        pieces = self._pieces((*contract.KINDS, *self.extra) if point and self.memory else kinds)
         if point and self.memory:
             # Label what the rank holds at this moment, and mark it.
             modules = [module for made in self.built if (module := made()) is not None]
@@ -264,6 +262,11 @@ class _Rank:
             except tensor_bytes.NotPlain as error:
                 name = type(self.implementation).__name__
                 raise BrokenContract(f"{name}.local_state: {error}") from error
+
+    def _pieces(self, kinds: tuple[Kind, ...]) -> Local:
+        """What the system shows of ``kinds``."""
+        assert self.implementation is not None
+        return {kind: answers.pieces(self.implementation, kind, self.rank) for kind in kinds}
 
     def _evaluates_before(self, step: int) -> bool:
         """Before the last step; in longer cases before the third as well, for what the first
@@ -284,14 +287,14 @@ class _Rank:
         assert self.implementation is not None
         batch, share = self._batch(step)
         with self.log.observe("evaluation") if self.log else nullcontext():
-            before = self._holds(LOADED)
+            before = self._holds(self.loaded)
             try:
                 loss = answers.evaluation(self.implementation, batch)
             except Refused:
                 return []
-            after = self._holds(LOADED)
+            after = self._holds(self.loaded)
         with self._unseen():
-            like = {kind: before[kind].likeness(after[kind]) for kind in LOADED}
+            like = {kind: before[kind].likeness(after[kind]) for kind in self.loaded}
         changed = [kind for kind, how in like.items() if how == "changed"]
         retold = [kind for kind, how in like.items() if how == "told otherwise"]
         return [Evaluation(step, share, loss, [*changed], [*retold])]
@@ -329,7 +332,8 @@ class _Rank:
             if point in observed:
                 raise BrokenContract(f"step {step}: {point!r} was observed twice")
             with log.observe(point) if log else nullcontext():
-                observed[point] = self._holds(KINDS_AT[point], point)
+                kinds: tuple[Kind, ...] = ("gradients",)
+                observed[point] = self._holds(self.loaded if point == _LAST else kinds, point)
 
         first_call = len(ledger.calls) if ledger else 0
         first_event = log.now if log else 0
@@ -445,7 +449,7 @@ class _WatchedBuild:
     ) -> None:
         self._build, self._watch, self._outputs = build, watch, outputs
         self.units, self.roles = build.units, build.roles
-        self.cross_entropy = build.cross_entropy
+        self.cross_entropy, self.terms = build.cross_entropy, build.terms
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         module = self._build(device)

@@ -11,6 +11,7 @@ Under AdamW parameters are never compared across trajectories: the update is rep
 implementation's own state (at most 4 ULP).
 Data coordinates that train alone are compared with a trajectory each, meetings included.
 A stale system is compared with a replay of its history, and its staleness with ``max_staleness``.
+Further state is what its rule makes of the system's own state (``extra_state.py``, at most 4 ULP).
 Slices whose true gradient is zero are compared absolutely.  Every comparison must fail on spoilt
 copies of the truth; where it cannot, the tensor counts as not tested.
 
@@ -30,7 +31,15 @@ from torch import Tensor
 from shardproof import axes
 from shardproof.backends import BACKENDS
 from shardproof.case import Lane
-from shardproof.checks import Needs, Outcome, between_steps, causes, numbers, working_precision
+from shardproof.checks import (
+    Needs,
+    Outcome,
+    between_steps,
+    causes,
+    extra_state,
+    numbers,
+    working_precision,
+)
 from shardproof.checks.causes.buffers import of_buffers
 from shardproof.checks.causes.fits import some
 from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_gradients
@@ -92,6 +101,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         with _told(partial(of_start, evidence, state, initial)):
             _compare_all(evidence, state, initial, numbers.bitwise, rows, -1, "initial parameters")
         _initial_buffers(evidence, rows)
+        extra_state.measure(evidence, -1, rows)
         if evidence.declaration.oracle == "replay":
             _replayed(evidence, rows)
         else:
@@ -195,6 +205,7 @@ def _against_oracle(evidence: Evidence, rows: Rows, buffers: bool) -> None:
                     _replay(own, step, rows)
                 else:
                     _trajectory(own, step, compare, rows)
+                extra_state.measure(own, step, rows)
             if buffers:
                 _buffers(evidence, step, compare, rows, replays)
         except Differs as failure:
@@ -260,6 +271,7 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             if point == "after_clip" and case.lowest_dtype in numbers.NARROW:
                 _factor(evidence, step, moment)
         _replay(evidence, step, rows)
+        extra_state.measure(evidence, step, rows)
 
 
 def _factor(evidence: Evidence, step: int, moment: Moment) -> None:

@@ -19,6 +19,7 @@ from shardproof.checks.causes import fits
 from shardproof.contract import OptimizerSpec, is_outer
 from shardproof.evidence.assembled import CoordinateEvidence, Evidence
 from shardproof.oracle import optimizers, training
+from shardproof.registry import follows
 from shardproof.workloads import for_case
 
 Tensors = Mapping[str, Tensor]
@@ -71,7 +72,7 @@ class Update:
 
 def update_of(evidence: Evidence, step: int) -> Update:
     """Update ``step`` from the system's own state and the gradients that it shows."""
-    spec = evidence.case.optimizer
+    spec = follows.of_rules(evidence.declaration.follows).spec(evidence.case.optimizer, step)
     spec = replace(spec, lr=spec.lr * evidence.members[step].rate)
     point = "after_clip" if spec.clip_norm is not None else "gradients_final"
     skipped = evidence.truth.steps[step].skipped

@@ -65,7 +65,7 @@ AGAIN = "again"
 #: What is compared after the update; in *scale* AdamW's moments are 2 and 4 times as large.
 AFTER = dict.fromkeys((*REORDERED, "scale"), ("parameters",)) | dict.fromkeys(
     ("world1", "recompute", "reload", "same_as", "thawed", AGAIN),
-    ("parameters", "optimizer", "buffers"),
+    ("parameters", "optimizer", "buffers", "extra"),
 )
 #: Branches that a flagged sample opens; their number of micro-batches says which are flagged.
 _BY_MICRO_BATCH = ("conditional_by_micro_batch", "conditional_last_micro_batch")

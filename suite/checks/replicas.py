@@ -6,8 +6,8 @@ never part have done something else than what they say.  A case in which they ne
 ``precondition``.  Their gradients and optimizer state are
 their own.
 
-Looks at parameters, gradients (final and after clipping) and optimizer state of every step, and at
-the initial parameters.  Buffers are compared only under the declared rule ``synced``: after a clean
+Looks at parameters, gradients (final and after clipping), optimizer state and further state of
+every step, and at the initial parameters.  Buffers are compared only under the declared rule ``synced``: after a clean
 DDP step the ranks' BatchNorm buffers differ until the next broadcast.
 
 *Cannot see* a fault that all replicas share, nor anything in a world of one replica.
@@ -84,7 +84,7 @@ def decide(figures: Figures) -> Outcome:
 def _moments(figures: Figures) -> dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]]:
     """The stored copies that must be equal, by moment."""
     alone, synced = figures.declaration.trains_alone, figures.declaration.buffers == "synced"
-    kinds = ["parameters", "gradients", "optimizer", *(["buffers"] if synced else [])]
+    kinds = ["parameters", "gradients", "optimizer", "extra", *(["buffers"] if synced else [])]
     moments: dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]] = {}
     for row in figures.tensors:
         if row.kind not in kinds or (row.step < 0 and row.kind != "parameters"):

@@ -23,7 +23,7 @@ from shardproof.contract import Kind
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.evidence.records import ComparisonRow
 
-KINDS: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
+KINDS: tuple[Kind, ...] = ("parameters", "optimizer", "buffers", "extra")
 #: What is compared of a step, as it happens.
 MOMENTS: tuple[tuple[str, Kind], ...] = (
     ("gradients_final", "gradients"),

@@ -13,8 +13,9 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardproof import axes, strategies
 from shardproof.costs import CostModel, cost_model_class, memory_ratio
@@ -77,18 +78,32 @@ class CaseFacts(dict[str, Number]):
 MAX_TEXT = 500
 _FOREIGN = re.compile(r"[^A-Za-z0-9_.+*/(),\s-]")
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
-_SIGNS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+_SIGNS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
 #: Function -> what it does with its values, and how many it takes (``None``: one or more).
-_FUNCTIONS: dict[str, tuple[Callable[[list[Fraction]], Fraction], int | None]] = {
+Functions = Mapping[str, tuple[Callable[[list[Any]], Any], int | None]]
+_FUNCTIONS: Functions = {
     "min": (min, None),
     "max": (max, None),
     "ceil": (lambda values: Fraction(math.ceil(values[0])), 1),
 }
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What expressions are made of: names (a name's term; ``None``: unknown), and functions.
+
+    ``number`` reads a decimal number.
+    """
+
+    named: Callable[[str], Callable[[Any], Any] | None]
+    known: Callable[[], list[str]]
+    functions: Functions
+    number: Callable[[str], Any] = Fraction
 
 
 class FormulaError(ValueError):
@@ -147,14 +162,32 @@ def evaluate(text: str, facts: Facts) -> Fraction:
     :raises FormulaError: text outside the grammar, or a division by zero.
     """
     try:
-        return parse(text)(facts)
+        value: Fraction = parse(text)(facts)
+        return value
     except ZeroDivisionError:
         raise FormulaError(text, 1, "division by zero for this case") from None
     except RecursionError:
         raise FormulaError(text, 1, "nested too deep") from None
 
 
-def parse(text: str) -> Term:
+def _named(shown: str) -> Term | None:
+    """A formula, or a fact of the case.
+
+    :raises ValueError: the package that registers the strategy is broken.
+    """
+    try:
+        if (named := formula(shown)) is not None:
+            return named
+    except strategies.BrokenStrategy as error:
+        raise ValueError(str(error)) from error
+    return (lambda facts: Fraction(facts[shown])) if shown in FACTS else None
+
+
+#: Expressions of scenario files.
+OF_COSTS = Grammar(_named, lambda: [*formulas(), *FACTS], _FUNCTIONS)
+
+
+def parse(text: str, grammar: Grammar = OF_COSTS) -> Callable[[Any], Any]:
     """A function of the facts; names are checked here, so that a typo shows before any run.
 
     :raises FormulaError: text outside the grammar.
@@ -166,7 +199,7 @@ def parse(text: str) -> Term:
     # Python's parser would end the expression at a line break.
     text = re.sub(r"\s", " ", text.strip())
     try:
-        return _term(ast.parse(f"{text}\n", mode="eval").body, text)
+        return _term(ast.parse(f"{text}\n", mode="eval").body, text, grammar)
     except SyntaxError as error:
         column = min(error.offset or 1, len(text) + 1)
         what = "unexpected end of text" if column > len(text) else error.msg.partition(".")[0]
@@ -175,8 +208,8 @@ def parse(text: str) -> Term:
         raise FormulaError(text, 1, "nested too deep") from None
 
 
-def _term(node: ast.expr, text: str) -> Term:
-    shown = text[node.col_offset : node.end_col_offset]
+def _term(node: ast.expr, text: str, grammar: Grammar) -> Callable[[Any], Any]:
+    shown, functions = text[node.col_offset : node.end_col_offset], grammar.functions
 
     def refused(what: str) -> FormulaError:
         return FormulaError(text, node.col_offset + 1, what)
@@ -184,31 +217,29 @@ def _term(node: ast.expr, text: str) -> Term:
     match node:
         case ast.Constant() if _NUMBER.fullmatch(shown):
             # From the text: through a float 0.1 would not be 1/10.
-            value = Fraction(shown)
+            value = grammar.number(shown)
             return lambda facts: value
         case ast.UnaryOp(ast.USub(), operand):
-            inner = _term(operand, text)
+            inner = _term(operand, text, grammar)
             return lambda facts: -inner(facts)
         case ast.BinOp(left, sign, right) if type(sign) in _SIGNS:
-            one, other, operation = _term(left, text), _term(right, text), _SIGNS[type(sign)]
+            one, other = (_term(side, text, grammar) for side in (left, right))
+            operation = _SIGNS[type(sign)]
             return lambda facts: operation(one(facts), other(facts))
-        case ast.Call(ast.Name(name), given) if name in _FUNCTIONS:
-            function, arity = _FUNCTIONS[name]
+        case ast.Call(ast.Name(name), given) if name in functions:
+            function, arity = functions[name]
             if not given or len(given) != (arity or len(given)):
                 raise refused(f"{name} takes {arity or 'at least 1'} value")
-            arguments = [_term(argument, text) for argument in given]
+            arguments = [_term(argument, text, grammar) for argument in given]
             return lambda facts: function([argument(facts) for argument in arguments])
         case ast.Name() | ast.Attribute():
             try:
-                named = formula(shown)
-            except strategies.BrokenStrategy as error:
+                named = grammar.named(shown)
+            except ValueError as error:
                 raise refused(str(error)) from error
             if named is not None:
                 return named
-            if shown in FACTS:
-                return lambda facts: Fraction(facts[shown])
-            known = [*formulas(), *FACTS, *_FUNCTIONS]
-            raise refused(f"unknown name {shown!r}, {nearest(shown, known)}")
+            raise refused(f"unknown name {shown!r}, {nearest(shown, [*grammar.known(), *functions])}")
     raise refused(f"unexpected {shown!r}")
 
 

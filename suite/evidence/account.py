@@ -136,7 +136,7 @@ def _place(step: int, phase: str) -> tuple[int, str, str] | None:
     if phase.startswith("drained "):
         return step, "final", phase.split()[-1]
     kind = phase.split()[-1]
-    known = kind in ("parameters", "optimizer", "buffers")
+    known = kind in ("parameters", "optimizer", "buffers", "extra")
     return (step, "after_update", kind) if known else None
 
 
@@ -146,7 +146,7 @@ def _truth(truth: Truth, step: int, point: str, kind: str) -> Tensors:
         return {}
     if point in ("initial", "final"):
         return truth.initial if point == "initial" else truth.final
-    if step >= len(truth.steps):
+    if kind == "extra" or step >= len(truth.steps):
         return {}
     shown = "clipped" if point == "after_clip" else kind
     tensors: Tensors | None = getattr(truth.steps[step], shown)

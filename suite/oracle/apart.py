@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from shardproof import tensor_bytes
@@ -51,26 +52,37 @@ def clean(needed: bool, workdir: Path) -> Iterator[None]:
 
 
 def load_or_train(
-    case: Case, buffers_rule: BufferRule, cache: Path, batch_rule: BatchRule = "global"
+    case: Case,
+    buffers_rule: BufferRule,
+    cache: Path,
+    batch_rule: BatchRule = "global",
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Truth:
     """As :func:`training.load_or_train`, by the trainer of :func:`clean` where there is one.
 
     :raises RuntimeError: the trainer ended, or its training raised.
     """
     if not _trainers:
-        return training.load_or_train(case, buffers_rule, cache, batch_rule)
+        return training.load_or_train(case, buffers_rule, cache, batch_rule, settings)
+    given = case.to_dict(), buffers_rule, str(cache), batch_rule, dict(settings)
     try:
-        file = _trainers[-1].do(shared, case.to_dict(), buffers_rule, str(cache), batch_rule)
+        file = _trainers[-1].do(shared, *given)
     except (NoAnswer, Raised) as error:
         raise RuntimeError(f"the oracle could not be trained: {error!r}") from None
     return Truth.from_dict(tensor_bytes.load(Path(file)))
 
 
-def shared(case: Mapping[str, Any], buffers: BufferRule, cache: str, batch: BatchRule) -> str:
+def shared(
+    case: Mapping[str, Any],
+    buffers: BufferRule,
+    cache: str,
+    batch: BatchRule,
+    settings: Mapping[str, str],
+) -> str:
     """In the trainer: the file of the oracle, trained if it is not there."""
     given = Case.from_dict(case), buffers, Path(cache)
-    training.load_or_train(*given, batch)
-    return str(training.cached(*given, batch))
+    training.load_or_train(*given, batch, settings)
+    return str(training.cached(*given, batch, settings))
 
 
 def trained(case: Case, train: Callable[[], Truth]) -> Truth:

@@ -23,7 +23,9 @@ from shardproof.oracle import apart, members, replay, training, trajectories
 from shardproof.oracle.asked import Emulator, Meets
 from shardproof.oracle.rounded import Rounded
 from shardproof.oracle.truth import Truth
+from shardproof.registry import follows
 from shardproof.registry.declaration import Declaration
+from shardproof.registry.follows import Follows
 from shardproof.workloads import Workload
 
 
@@ -48,6 +50,11 @@ class Oracle(ABC):
     def missing_because(self) -> str:
         """Why there is none; empty: there is one."""
         return ""
+
+    @property
+    def follows(self) -> Follows:
+        """The rules of further state."""
+        return follows.of_system(self.case, self.declaration)
 
     @property
     def meeting(self) -> Meeting | None:
@@ -79,8 +86,15 @@ class Plain(Oracle):
         return training.no_oracle_because(self.workload, self.case.precision)
 
     def _train(self, cache: Path, ran: Ran) -> Truth:
-        rules = self.declaration.buffers, cache, self.declaration.batch
-        return apart.load_or_train(self.case, *rules)
+        case, declared, rules = self.case, self.declaration, self.follows
+        if rules.moved(name for name, _ in self.workload.skeleton.named_buffers()):
+            # By code of the system's, maybe: shared with nobody.
+            changing = members.of(case, declared.batch) if case.changes_members else ()
+            way = training.Way(case.precision, changing, follows=rules)
+            size = case.data_coordinates, case.steps
+            return training.train(self.workload, case.optimizer, *size, declared.buffers, way)
+        given = declared.buffers, cache, declared.batch
+        return apart.load_or_train(case, *given, rules.fed_back)
 
 
 class Emulated(Oracle):
@@ -98,7 +112,8 @@ class Emulated(Oracle):
     def _train_by(self, fold: training.Fold) -> Truth:
         case, declared = self.case, self.declaration
         changing = members.of(case, declared.batch) if case.changes_members else ()
-        way = training.Way(fold=fold, by_round=declared.emulates == "round", members=changing)
+        by_round = declared.emulates == "round"
+        way = training.Way({}, changing, fold, by_round, self.follows)
         size = case.data_coordinates, case.steps
         return training.train(self.workload, case.optimizer, *size, declared.buffers, way)
 

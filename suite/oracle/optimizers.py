@@ -25,16 +25,24 @@ def build_optimizer(spec: OptimizerSpec, named: Named) -> torch.optim.Optimizer:
     for group, names in spec.assign(named):
         decay = spec.weight_decay if group.weight_decay is None else group.weight_decay
         params = [named[name] for name in names]
-        groups.append({"params": params, "weight_decay": decay, "lr_scale": group.lr_scale})
+        own = {"lr_scale": group.lr_scale, "own_decay": group.weight_decay}
+        groups.append({"params": params, "weight_decay": decay, **own})
     if spec.name == "sgd":
         return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=False)
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, foreach=False)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, step: int) -> None:
-    """Set every group's learning rate to that of ``step`` times the group's scale."""
+    """Set every group's learning rate to that of ``step`` times the group's scale.
+
+    Weight decay (of groups without their own), momentum and eps are those of ``spec``, which a
+    system may change from step to step (``Capabilities.follows``).
+    """
     for group in optimizer.param_groups:
         group["lr"] = spec.lr_at(step) * group["lr_scale"]
+        if group["own_decay"] is None:
+            group["weight_decay"] = spec.weight_decay
+        group.update({name: getattr(spec, name) for name in ("momentum", "eps") if name in group})
 
 
 def read_slots(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ Buffers follow the declared rule:
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, reduce
@@ -29,12 +30,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardproof import tensor_bytes
 from shardproof.case import Case
-from shardproof.contract import Batch, BatchRule, BufferRule, MicroBatch, OptimizerSpec, ScalerSpec
+from shardproof.contract import (
+    Batch,
+    BatchRule,
+    BufferRule,
+    LossTerm,
+    MicroBatch,
+    Now,
+    OptimizerSpec,
+    ScalerSpec,
+)
 from shardproof.oracle.exactness import budget
 from shardproof.oracle.members import StepMembers, heirs, sources
 from shardproof.oracle.members import of as members_of
 from shardproof.oracle.optimizers import build_optimizer, read_slots, set_learning_rate
 from shardproof.oracle.truth import Truth, TruthStep
+from shardproof.registry import follows
+from shardproof.registry.follows import Follows
 from shardproof.workloads import Workload, for_case, make
 from shardproof.workloads.draws import read_draws, restore_draws
 
@@ -60,6 +72,9 @@ class Way:
     precision in a declared manner (``Implementation.emulator``).  ``by_round``: it is called for
     every round (the n-th micro-batch of all coordinates), and what it gives adds up.
 
+    ``follows``: further state of the system on which training depends: values that an update uses,
+    buffers that are moved after it.
+
     With ``forced`` (teacher forcing) step ``s`` leaves the parameters ``forced[s]`` behind instead
     of its own.
     """
@@ -68,6 +83,7 @@ class Way:
     members: Sequence[StepMembers] = ()
     fold: Fold | None = None
     by_round: bool = False
+    follows: Follows = follows.NONE
     forced: Sequence[Tensors] = ()
 
 
@@ -115,6 +131,7 @@ class Trainee:
         self.module = build()
         workload.load(self.module)
         self.module.train()
+        self.build = build
         self.device = Device(self.module, build.loss, precision, optimizer.scaler)
         self.parameters = self.device.masters
         self.named = {name: p for name, p in self.parameters.items() if p.requires_grad}
@@ -183,16 +200,51 @@ class _Training:
     def step(self, step: int) -> TruthStep:
         """One step of all."""
         batches, spec = self._share_out(step)
+        spec = self.way.follows.spec(spec, step)
+        pulls = self._pulls(batches)
         if self.rule == "synced":
             parts = [_joint(self.model.device, batches, self.buffers)]
         else:
-            parts = [self._accumulate(number, batch) for number, batch in enumerate(batches)]
+            parts = [self._accumulate(n, *each) for n, each in enumerate(zip(batches, pulls, strict=True))]
         fold = self.way.fold
         total, given, sent = _reduced(step, [gradients for _, gradients in parts], fold)
         kept = copies(getattr(fold, "kept", {}))
         losses = [loss for own, _ in parts for loss in own]
         done = self.model.update(step, spec, total, losses)
+        if not done.skipped:
+            self._move_buffers(step, done)
         return replace(done, buffers=list(self.buffers), given=given, sent=sent, kept=kept)
+
+    def _move_buffers(self, step: int, done: TruthStep) -> None:
+        """Move those that the system moves after its update, alike for all coordinates."""
+        if not (names := self.way.follows.moved(self.buffers[0])):
+            return
+        state = done.parameters, done.gradients, done.optimizer, self.buffers
+        moved = self.way.follows.values(names, Now(step, self.buffers[0], *state))
+        first = self.buffers[0]
+        own = {name: value.to(first[name].dtype) for name, value in moved.items()}
+        self.buffers = [{**each, **own} for each in self.buffers]
+
+    def _pulls(self, batches: Sequence[Batch]) -> list[list[Pull]]:
+        """How terms of the loss that span micro-batches pull at those of each coordinate."""
+        terms, device = self.model.build.terms, self.model.device
+        if not terms:
+            return [[] for _ in batches]
+        if self.rule == "synced":
+            raise ValueError("synced buffers join coordinates, and terms of the loss tell them apart")
+        sums = []
+        for number, batch in enumerate(batches):
+            self._enter(number)
+            sums.append(device.statistics(terms, batch))
+        return pulls(terms, sums)
+
+    def _enter(self, number: int) -> None:
+        """Put the buffers and draws of a coordinate into the model."""
+        module = self.model.module
+        if number == 0 and self.rule == "rank0":
+            self.buffers = [self.buffers[0]] * len(self.ranks)
+        force(dict(module.named_buffers()), self.buffers[number])
+        restore_draws(module, self.draws[number])
 
     def _share_out(self, step: int) -> tuple[Sequence[Batch], OptimizerSpec]:
         """The batch of each coordinate, and the optimizer of the step; members may change."""
@@ -209,16 +261,42 @@ class _Training:
         batches = self.workload.at(now.first, now.size).batch(step, len(self.ranks))
         return batches, replace(self.optimizer, lr=self.optimizer.lr * now.rate)
 
-    def _accumulate(self, number: int, batch: Batch) -> tuple[list[float], list[Tensors]]:
+    def _accumulate(
+        self, number: int, batch: Batch, pulled: Sequence[Pull]
+    ) -> tuple[list[float], list[Tensors]]:
         """Loss and gradients of one coordinate, from its own buffers and draws."""
         module = self.model.module
-        if number == 0 and self.rule == "rank0":
-            self.buffers = [self.buffers[0]] * len(self.ranks)
-        force(dict(module.named_buffers()), self.buffers[number])
-        restore_draws(module, self.draws[number])
-        found = self.model.device.accumulate(batch, apart=self.way.by_round)
+        self._enter(number)
+        found = self.model.device.accumulate(batch, self.way.by_round, pulled)
         self.buffers[number], self.draws[number] = buffers_of(module), read_draws(module)
         return found
+
+
+@dataclass(frozen=True)
+class Pull:
+    """What a term of the loss that spans micro-batches does to one data coordinate.
+
+    ``slope``: by how much the term changes with the statistics of each of its micro-batches;
+    ``share``: of the term's values, so that those of all coordinates add up.
+    """
+
+    term: LossTerm
+    slope: Tensor
+    share: float
+
+
+def pulls(terms: Sequence[LossTerm], sums: Sequence[Sequence[Tensor]]) -> list[list[Pull]]:
+    """The pulls at each coordinate, from its sums of statistics: ``sums[coordinate][term]``."""
+    found: list[list[Pull]] = [[] for _ in sums]
+    for place, term in enumerate(terms):
+        whole = sum(own[place] for own in sums)
+        for number, own in enumerate(sums):
+            over = (own[place] if term.scope == "rank" else whole).clone().requires_grad_()
+            value = term.value(over)
+            [slope] = torch.autograd.grad(value, [over])
+            share = float(value) / (1 if term.scope == "rank" else len(sums))
+            found[number].append(Pull(term, slope, share))
+    return found
 
 
 class Device:
@@ -260,16 +338,30 @@ class Device:
         outputs = self.module(self._cast(inputs, "parameters"))
         return self._cast(outputs, "output")
 
-    def accumulate(self, batch: Batch, apart: bool = False) -> tuple[list[float], list[Tensors]]:
+    @torch.no_grad()
+    def statistics(self, terms: Sequence[LossTerm], batch: Batch) -> list[Tensor]:
+        """Of each term the statistics of all micro-batches of one coordinate."""
+        found: list[list[Tensor]] = [[] for _ in terms]
+        for micro in batch.micro_batches:
+            outputs = self.forward(micro.inputs)
+            for term, own in zip(terms, found, strict=True):
+                own.append(term.statistics(outputs, micro))
+        return [torch.stack(own).sum(0) if own else torch.zeros(()) for own in found]
+
+    def accumulate(
+        self, batch: Batch, apart: bool = False, pulled: Sequence[Pull] = ()
+    ) -> tuple[list[float], list[Tensors]]:
         """Loss and scaled gradients of one coordinate; used parameters only.
 
         The gradients are one sum, or those of each micro-batch ``apart``.
         """
-        total = 0.0
+        total = sum(pull.share for pull in pulled)
         gradients: list[Tensors] = [] if apart else [{}]
         for micro in batch.micro_batches:
-            loss = self.loss(self.forward(micro.inputs), micro)
-            (loss * self.scale).backward()
+            outputs = self.forward(micro.inputs)
+            loss = self.loss(outputs, micro)
+            pulling = [(p.slope * p.term.statistics(outputs, micro)).sum() for p in pulled]
+            (sum(pulling, loss) * self.scale).backward()
             total += float(loss.detach())
             if apart:
                 gradients.append(self.take_gradients({}))
@@ -459,22 +551,29 @@ def buffers_of(module: nn.Module) -> Tensors:
 
 
 def load_or_train(
-    case: Case, buffers_rule: BufferRule, cache_dir: Path, batch_rule: BatchRule = "global"
+    case: Case,
+    buffers_rule: BufferRule,
+    cache_dir: Path,
+    batch_rule: BatchRule = "global",
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Truth:
     """The oracle of ``case``, from ``cache_dir`` if it is there, else trained and put there.
+
+    ``settings``: rules of values that updates use (``Follows.fed_back``).
 
     A file is valid for one version of this code, of torch and of the processor's instruction set.
     It appears by an atomic rename, so that many processes may share the folder; an unreadable file
     is trained anew.
     """
-    path = cached(case, buffers_rule, cache_dir, batch_rule)
+    path = cached(case, buffers_rule, cache_dir, batch_rule, settings)
     if path.is_file():
         try:
             return Truth.from_dict(tensor_bytes.load(path))
         except (OSError, TypeError, tensor_bytes.DamagedFile):
             path.unlink(missing_ok=True)
     workload = for_case(case)
-    way = Way(case.precision, members_of(case, batch_rule) if case.changes_members else ())
+    members = members_of(case, batch_rule) if case.changes_members else ()
+    way = Way(case.precision, members, follows=follows.of_rules(settings))
     size = case.data_coordinates, case.steps
     record = train(workload, case.optimizer, *size, buffers_rule, way)
     if case.lane == "dyadic":
@@ -485,9 +584,16 @@ def load_or_train(
     return record
 
 
-def cached(case: Case, buffers_rule: BufferRule, cache_dir: Path, batch_rule: BatchRule) -> Path:
+def cached(
+    case: Case,
+    buffers_rule: BufferRule,
+    cache_dir: Path,
+    batch_rule: BatchRule,
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
     """The file of the oracle of ``case`` in ``cache_dir``."""
-    key = f"{case.oracle_key(buffers_rule, batch_rule)} {_code()}"
+    rules = json.dumps(dict(settings), sort_keys=True) if settings else ""
+    key = f"{case.oracle_key(buffers_rule, batch_rule)}{rules} {_code()}"
     return cache_dir / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.oracle"
 
 
@@ -496,6 +602,7 @@ def _code() -> str:
     """Digest of what the numbers depend on besides the case."""
     here = Path(__file__).parent
     files = [here / name for name in ("training.py", "truth.py", "optimizers.py", "exactness.py")]
+    files += [here.parent / "registry" / "follows.py"]
     files += sorted((here.parent / "workloads").glob("*.py"))
     versions = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode()
     return hashlib.sha256(b"".join([versions, *(file.read_bytes() for file in files)])).hexdigest()

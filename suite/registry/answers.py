@@ -13,9 +13,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from shardproof.contract import Batch, Event, Implementation, Kind, Piece, StepResult
+from shardproof.contract import (
+    Batch,
+    Event,
+    Implementation,
+    Kind,
+    Now,
+    Options,
+    Piece,
+    StepResult,
+)
 from shardproof.ledgers import traffic
 from shardproof.registry.declaration import BrokenContract
 
@@ -33,12 +43,18 @@ def broken(system: object, method: str, came: str, wanted: str) -> BrokenContrac
     return BrokenContract(f"{name}.{method} returned {came}, asked is {wanted}")
 
 
-def pieces(system: Implementation, kind: Kind) -> list[Piece]:
-    """``local_state(kind)``, without communication: the state of others may hide this rank's."""
+def pieces(system: Implementation, kind: Kind, rank: int = 0) -> list[Piece]:
+    """``local_state(kind)``, without communication: the state of others may hide this rank's.
+
+    Of kind ``extra``: ``extra_state()``; ``rank`` numbers what is no piece.
+    """
     method, wanted = f"local_state({kind!r})", "a list of Piece objects"
     ledger = traffic.current()
     before = len(ledger.calls) if ledger else 0
-    held = list(asked(system, method, system.local_state(kind), (list, tuple), wanted))
+    if kind == "extra":
+        method, held = "extra_state()", _extra(system, rank)
+    else:
+        held = list(asked(system, method, system.local_state(kind), (list, tuple), wanted))
     for call in ledger.calls[before:] if ledger else ():
         what = f"{type(system).__name__}.{method} called {call.operation}"
         raise BrokenContract(f"{what}, asked is what this rank holds, without communication")
@@ -55,6 +71,31 @@ def pieces(system: Implementation, kind: Kind) -> list[Piece]:
         if described is not None:
             _sound.add(described)
     return held
+
+
+def _extra(system: Implementation, rank: int) -> list[Piece]:
+    """``extra_state()``; tensors and numbers by name become whole pieces of this rank."""
+    method, wanted = "extra_state()", "tensors and numbers by name, or a list of Piece objects"
+    told = asked(system, method, system.extra_state(), (Mapping, list, tuple), wanted)
+    if not isinstance(told, Mapping):
+        return list(told)
+    found = []
+    for name, value in told.items():
+        asked(system, method, value, (Tensor, int, float), wanted)
+        exact = torch.int64 if isinstance(value, int) else torch.float64
+        tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=exact)
+        found.append(Piece.whole(name, tensor.detach(), replica=rank))
+    return found
+
+
+def followed(system: type[Implementation], options: Options, now: Now) -> dict[str, Tensor]:
+    """``follow(now, options)``."""
+    method = "follow(now, options)"
+    try:
+        told = system.follow(now, options)
+    except Exception as error:
+        raise BrokenContract(f"{system.__name__}.{method} raised {error!r}") from error
+    return tensors(system, method, told, "a dict of tensors by name")
 
 
 #: Descriptions of pieces that were looked at and found right: they come at every observation.

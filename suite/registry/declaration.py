@@ -21,6 +21,7 @@ from shardproof.case import Case
 from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused, Sampling
 from shardproof.errors import nearest
 from shardproof.files import Form, Stored
+from shardproof.registry import follows
 from shardproof.workloads.base import DTYPES
 from shardproof.workloads.knobs import LIKE_TRAITS
 from shardproof.workloads.traits import TRAITS
@@ -135,12 +136,15 @@ class Declaration(Capabilities, Stored):
             "initial_state": ((self.initial_state,), ("rank0", "everywhere")),
             "optimizer_state": ((self.optimizer_state,), get_args(contract.OptimizerState)),
             "depth": ((self.depth,), get_args(contract.Depth)),
+            "scopes": (self.scopes, get_args(contract.Scope)),
         }
         for name, (said, known) in words.items():
             for word in said:
                 if word not in known:
                     what = f"{name}: {word!r} means nothing here"
                     return f"{what}; {nearest(str(word), known, 'valid')}"
+        if wrong := follows.problem(self):
+            return wrong
         if self.depth != "layout":
             return ""  # a family implies no feature
         profile = strategies.of(self.strategy).profile

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from shardproof import tensor_bytes
 from shardproof.case import WorkloadSpec
-from shardproof.contract import Batch, CrossEntropy, MicroBatch, Role
+from shardproof.contract import Batch, CrossEntropy, LossTerm, MicroBatch, Role
 from shardproof.workloads import layers
 from shardproof.workloads.draws import generators
 from shardproof.workloads.knobs import Knob, Params, check_traits, lookup, values_of
@@ -171,6 +171,10 @@ class WorkloadFamily(ABC):
         )
         return (micro.weights.reshape(-1) * losses).sum()
 
+    def terms(self, params: Params) -> Sequence[LossTerm]:
+        """Parts of the loss that are no sums over targets (``Build.terms``)."""
+        return ()
+
     def depends_on_cut(self, params: Params) -> bool:
         """Whether one sample's gradient depends on the others in its micro-batch."""
         return False
@@ -191,6 +195,9 @@ class ModelBuild:
         self.units: Sequence[str] = workload.units
         self.roles: Mapping[str, Role] = workload.roles
         self.cross_entropy = workload.family.cross_entropy(workload.params)
+        terms = workload.family.terms(workload.params)
+        self.terms: Sequence[LossTerm] = [term for term in terms if term.scope != "micro-batch"]
+        self._within = [term for term in terms if term.scope == "micro-batch"]
         self._workload = workload
         self._rank = rank
         self._coordinate = coordinate
@@ -219,8 +226,11 @@ class ModelBuild:
         return self._workload.family.stage(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
-        """Scalar ``sum(micro.weights * token_loss)`` of the outputs of a micro-batch."""
-        return self._workload.family.loss(self._workload.params, outputs, micro)
+        """Scalar ``sum(micro.weights * token_loss)`` of the outputs of a micro-batch, and the terms
+        that it has by itself.
+        """
+        loss = self._workload.family.loss(self._workload.params, outputs, micro)
+        return sum((t.value(t.statistics(outputs, micro)) for t in self._within), loss)
 
 
 class Workload:

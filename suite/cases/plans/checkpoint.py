@@ -12,7 +12,6 @@ nothing stands in its place, and what is loaded is the last checkpoint that was 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from shardproof import registry
@@ -27,8 +26,8 @@ from shardproof.costs.expression import facts_of
 from shardproof.evidence.assembled import Beside, Continued, Evidence
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import RankOutcome
-from shardproof.oracle import apart
 from shardproof.oracle.asked import Meets
+from shardproof.oracle.kinds import Plain, Ran
 from shardproof.oracle.truth import Truth
 from shardproof.workloads import Workload
 
@@ -118,9 +117,9 @@ def _load(evidence: Evidence, launcher: Launcher) -> list[RankOutcome]:
     def collect(loads: Case, workload: Workload, records: list[RankRecord]) -> Evidence:
         same, truth = is_same(case, loads), Truth()
         if not same:
-            rule = records[0].declaration.buffers
-            load_or_train = partial(apart.load_or_train, loads, rule, launcher.oracles)
-            truth = apart.trained(loads, load_or_train)
+            system, declared = registry.load(loads.implementation), records[0].declaration
+            oracle = Plain(loads, system, declared, workload)
+            truth = oracle.trained(launcher.oracles, Ran(workers=0, events=()))
         facts = facts_of(loads, workload)
         found = Continued(evidence, loads, records, truth, evidence.workload, facts)
         if same:

@@ -12,6 +12,7 @@ from shardproof.checks.causes import fits
 from shardproof.contract import BufferRule, MicroBatch
 from shardproof.evidence.assembled import Evidence
 from shardproof.oracle import training
+from shardproof.registry import follows
 from shardproof.workloads import for_case
 
 _RULES: tuple[BufferRule, ...] = ("rank0", "per_rank", "synced")
@@ -68,7 +69,9 @@ def _made_otherwise(
         own_way = f"it follows this rank's own batches from the values {told}"
         yield moved[name], f"{name!r} was never sent: {own_way}"
     counts = case.workload.micro_batch_counts(case.data_coordinates)
-    way = training.Way(case.precision, evidence.members if case.changes_members else ())
+    rules = follows.of_system(case, evidence.declaration)
+    changing = evidence.members if case.changes_members else ()
+    way = training.Way(case.precision, changing, follows=rules)
     for rule in _RULES:
         # One device can join micro-batches only where all have equally many.
         if rule != evidence.declaration.buffers and (rule != "synced" or len(set(counts)) == 1):

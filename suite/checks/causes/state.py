@@ -34,6 +34,7 @@ NOUNS: Mapping[str, Sequence[tuple[str, Callable[[str], bool]]]] = {
         ("optimizer state", lambda slot: slot not in ("step", MASTER)),
     ],
     "buffers": [("buffers", lambda slot: True)],
+    "extra": [("further state", lambda slot: True)],
 }
 
 

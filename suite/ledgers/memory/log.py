@@ -24,7 +24,7 @@ from typing import Literal
 from shardproof.files import Stored
 
 #: Known by what they hold; where two claim one storage, the first here wins.
-LABELS = ("parameters", "masters", "gradients", "optimizer_state", "buffers")
+LABELS = ("parameters", "masters", "gradients", "optimizer_state", "buffers", "extra")
 #: The device of storages that are mapped from files: host memory of machines without a GPU.
 FILE = "file"
 CLASSES = (*LABELS, "communication", "activations", "temporary")

@@ -1,0 +1,184 @@
+"""Further state is what its declared rule makes of training (``Capabilities.follows``).
+
+After every update that is made, a rule is computed from the state before it and from what the
+system itself holds after it, all of which equivalence has compared already; buffers are the
+oracle's.  So no difference adds up from step to step, and the bound is 4 units in the last place
+(of the largest value that a rule takes) in every lane.  What is ``equal`` only must have moved by
+the last step.  A part of equivalence.
+
+*Cannot see* what a value is used for, but of those that updates use (``optimizer.weight_decay``):
+the oracle trains with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardproof.checks import causes
+from shardproof.checks.causes.fits import some
+from shardproof.checks.numbers import REPLAY_ULPS, Differs, Lacking, Moment, within_ulps
+from shardproof.checks.one_update import wide
+from shardproof.contract import Now
+from shardproof.evidence.assembled import Assembled, Evidence
+from shardproof.evidence.records import ComparisonRow
+from shardproof.registry import follows
+from shardproof.registry.follows import EQUAL, SETTING, Follows
+
+Tensors = Mapping[str, Tensor]
+
+
+def measure(evidence: Evidence, step: int, rows: list[ComparisonRow]) -> None:
+    """Add rows of the further state after ``step`` (-1: after ``setup``).
+
+    :raises Differs: it is not what its rules say.
+    """
+    rules = follows.of_system(evidence.case, evidence.declaration)
+    if not rules:
+        return
+    state = _held(evidence, step)
+    _check_names(evidence, rules, state, step)
+    now = _now(evidence, step)
+    wanted = rules.values(state.tensors, now)
+    if evidence.truth.steps and step >= 0 and evidence.truth.steps[step].skipped:
+        # No update: what goes on from its last value stays, a schedule may be anywhere.
+        wanted = {name: value for name, value in now.was.items() if name in wanted}
+        wanted = {n: v for n, v in wanted.items() if not n.startswith(SETTING)}
+    moment = Moment(rows, step, "after_update extra", "does not follow its rule")
+    for name, value in wanted.items():
+        known: dict[int, bool] = {}
+        for replica, actual in state.tensors[name].items():
+            ranks = state.holders.get((name, replica), [])
+            if actual.shape != value.shape:
+                text = f"{name!r} has shape {list(actual.shape)}, expected {list(value.shape)}"
+                moment.problem(name, ranks, text)
+                continue
+            want = value.to(actual.dtype)
+            result = within_ulps(*_floats(actual, want, _largest(rules, name, now, want)), REPLAY_ULPS)
+            moment.note(result, name, f"ranks {ranks}", ranks, unit="ULP")
+            known[replica] = result.ok
+    try:
+        moment.end(evidence.case.world)
+    except Differs as failure:
+        cause = partial(_cause, evidence, rules, state, now)
+        raise Differs(causes.before(cause, failure), failure.ranks) from None
+    if step == evidence.steps[-1]:
+        _must_have_moved(evidence, rules, state, rows)
+
+
+def _held(evidence: Evidence, step: int) -> Assembled:
+    return evidence.initial("extra") if step < 0 else evidence.observed(step, "after_update", "extra")
+
+
+def _floats(actual: Tensor, want: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All as floating point: a counter has no last place."""
+    if actual.is_floating_point():
+        return actual, want, largest.to(actual.dtype)
+    return actual.double(), want.double(), want.double()
+
+
+def _largest(rules: Follows, name: str, now: Now, want: Tensor) -> Tensor:
+    """The largest of the values that a rule adds up: their sum may cancel."""
+    found = rules.rule_of(name)
+    terms = [now.was.get(name), now.parameters.get(found[1]) if found else None]
+    sizes = [t.double().abs() for t in (*terms, want) if t is not None and t.shape == want.shape]
+    return torch.stack(sizes).amax(0)
+
+
+def _check_names(evidence: Evidence, rules: Follows, state: Assembled, step: int) -> None:
+    """Whether all that was declared is shown, and nothing else."""
+    place = f"step {step}, extra_state"
+    if state.problems:
+        raise Lacking(f"{place}: " + "; ".join(state.problems[:3]))
+    buffers = evidence.initial("buffers").tensors
+    trained = evidence.workload.trainable_names
+    wanted: list[str] = []
+    for rule in rules.rules:
+        before, star, _ = rule.name.partition("*")
+        names = [before + name for name in trained] if star else [rule.name]
+        wanted += [name for name in names if name not in buffers]
+    if missing := [name for name in wanted if name not in state.tensors]:
+        remedy = "return it from extra_state(), which 'follows' names it for"
+        raise Lacking(f"{place}: no rank shows {some(missing)}: {remedy}")
+    if more := [name for name in state.tensors if rules.rule_of(name) is None]:
+        remedy = "add its rule to Capabilities.follows"
+        raise Lacking(f"{place}: there is {some(more)}, which has no rule: {remedy}")
+
+
+def _now(evidence: Evidence, step: int) -> Now:
+    """What rules are computed from, after ``step``."""
+    parameters = wide(evidence, step)
+    if step < 0:
+        return Now(step, {}, parameters, {}, {}, ())
+    was = _held(evidence, step - 1) if step else evidence.initial("extra")
+    truth, point = evidence.truth.steps[step], "gradients_final"
+    point = "after_clip" if evidence.has(step, "after_clip") else point
+    gradients = {} if truth.skipped else evidence.observed(step, point, "gradients").first()
+    slots = evidence.observed(step, "after_update", "optimizer").first()
+    return Now(step, was.first(), parameters, gradients, slots, truth.buffers)
+
+
+def _must_have_moved(
+    evidence: Evidence, rules: Follows, state: Assembled, rows: list[ComparisonRow]
+) -> None:
+    """State that is ``equal`` only changes at least once."""
+    first, place = evidence.initial("extra").first(), (evidence.steps[-1], "after_update extra")
+    for name, tensor in state.first().items():
+        found = rules.rule_of(name)
+        if found is None or found[0].text != EQUAL or name not in first:
+            continue
+        if torch.equal(first[name], tensor):
+            raise Differs(f"{name!r} is after the last step what it was after setup: it never moved")
+        rows.append(ComparisonRow(*place, name, "all ranks", 0.0, 0.0))
+
+
+# ------------------------------------------------------------------------------------------ causes
+
+
+def _cause(evidence: Evidence, rules: Follows, state: Assembled, now: Now) -> str:
+    """What explains all wrong state at once; empty: nothing does."""
+    wanted = rules.values(state.tensors, now)
+    wrong = {
+        name: [t for t in state.tensors[name].values() if not _same(t, value)]
+        for name, value in wanted.items()
+    }
+    wrong = {name: copies for name, copies in wrong.items() if copies}
+    names = some([*wrong])
+    for values, sentence in _tries(evidence, rules, [*wrong], now):
+        pairs = [(t, values.get(name)) for name, copies in wrong.items() for t in copies]
+        if pairs and all(value is not None and _same(t, value) for t, value in pairs):
+            return f"{names} {sentence}"
+    apart = [name for name in wrong if len(wrong[name]) < len(state.tensors[name])]
+    return f"{some(apart)} differs between ranks" if apart else ""
+
+
+def _tries(
+    evidence: Evidence, rules: Follows, names: Sequence[str], now: Now
+) -> Iterator[tuple[Tensors, str]]:
+    """Values as state often has them, and what to say of them."""
+    make = partial(rules.values, names)
+    if now.step < 0:
+        return
+    yield now.was, "was not updated"
+    before = replace(now, parameters=wide(evidence, now.step - 1))
+    yield make(before), "was computed from the parameters before the update"
+    for other, which in ((now.step + 1, "the next step"), (now.step - 1, "the step before")):
+        if other >= 0:
+            yield make(replace(now, step=other)), f"is that of {which}"
+    case, again = evidence.case, make(now)
+    most = max(case.workload.micro_batch_counts(case.data_coordinates), default=1)
+    for times in range(2, max(most, case.world) + 1):
+        again = make(replace(now, was={**now.was, **again}))
+        of = [f"once a {what}" for what, n in (("micro-batch", most), ("rank", case.world)) if n == times]
+        yield again, f"was updated {times} times" + (f" ({' or '.join(of)})" if of else "")
+
+
+def _same(held: Tensor, value: Tensor) -> bool:
+    want = value.to(held.dtype)
+    if held.shape != want.shape:
+        return False
+    return torch.allclose(held.double(), want.double(), rtol=1e-6, atol=0.0)

@@ -1,0 +1,195 @@
+"""How further state follows training: the rules of ``Capabilities.follows``, read and computed.
+
+    "parameter -> 0.9 * was + 0.1 * parameter"    begins as the parameter; an average from then on
+    "0 -> was + 1"                                counts the updates
+    "0.1 * (1 - step / 10)"                       a schedule; any value before the first step
+    "given"                                       what Implementation.follow computes
+    "equal"                                       equal on all ranks, saved, and moved at least once
+
+A rule is text, so that the judge computes it without any code of the system's.  All is computed in
+float64, whatever the dtype in which state is held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof import registry
+from shardproof.case import Case
+from shardproof.contract import Capabilities, Now, OptimizerSpec
+from shardproof.costs.expression import FormulaError, Functions, Grammar, parse
+
+#: Begins the names of values that the update of a step uses, after which a field of the spec comes.
+SETTING = "optimizer."
+SETTINGS = ("lr", "weight_decay", "momentum", "eps")
+GIVEN, EQUAL = "given", "equal"
+#: Between the first value and what each update makes of the one before.
+_ARROW = "->"
+#: What formulas are about, beside the step.
+_NAMES = ("was", "parameter", "gradient", "step")
+
+Tensors = dict[str, Tensor]
+
+
+def _wide(value: Tensor | float) -> Tensor:
+    return torch.as_tensor(value).detach().to(torch.float64)
+
+
+def _each(function: Callable[..., Tensor]) -> Callable[[list[Any]], Tensor]:
+    return lambda values: function(*map(_wide, values))
+
+
+_FUNCTIONS: Functions = {
+    "min": (lambda values: reduce(torch.minimum, map(_wide, values)), None),
+    "max": (lambda values: reduce(torch.maximum, map(_wide, values)), None),
+    **{name: (_each(getattr(torch, name)), 1) for name in ("abs", "sign", "sqrt", "cos")},
+    "power": (_each(torch.pow), 2),
+}
+
+
+def _named(shown: str) -> Callable[[Any], Any] | None:
+    if shown == "pi":
+        return lambda values: math.pi
+    return (lambda values: values[shown]) if shown in _NAMES else None
+
+
+_GRAMMAR = Grammar(_named, lambda: [*_NAMES, "pi"], _FUNCTIONS, float)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The rule of ``name``, which may end with ``*``: then there is one for each parameter."""
+
+    name: str
+    text: str
+
+    @property
+    def is_formula(self) -> bool:
+        """Whether it is computed from text."""
+        return self.text not in (GIVEN, EQUAL)
+
+    @cached_property
+    def terms(self) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
+        """What it is after set-up (``None``: anything), and after an update.
+
+        :raises FormulaError: the text is no formula.
+        """
+        first, arrow, then = self.text.rpartition(_ARROW)
+        return (parse(first, _GRAMMAR) if arrow else None), parse(then, _GRAMMAR)
+
+    def owner(self, name: str) -> str | None:
+        """The parameter for which ``name`` stands; empty: none; ``None``: another rule's."""
+        before, star, _ = self.name.partition("*")
+        if not star:
+            return "" if name == self.name else None
+        return name.removeprefix(before) if name.startswith(before) and name != before else None
+
+
+def problem(declared: Capabilities) -> str:
+    """What is wrong with the rules that a system declares; empty: nothing."""
+    for name, text in declared.follows.items():
+        rule, setting = Rule(name, text), name.removeprefix(SETTING)
+        if "*" in name.removesuffix("*"):
+            return f"follows: {name!r} has a '*' that is not its end"
+        if name.startswith(SETTING) and setting not in SETTINGS:
+            known = ", ".join(SETTING + one for one in SETTINGS)
+            return f"follows: {name!r} is no value that an update uses; valid: {known}"
+        if name.startswith(SETTING) and not rule.is_formula:
+            return f"follows: {name!r} is {text!r}; write a formula of 'step'"
+        if name.startswith(SETTING) and (declared.oracle == "replay" or _alone(declared)):
+            return f"follows: {name!r} means something where ranks have one update in common only"
+        try:
+            _ = rule.terms if rule.is_formula else None
+        except FormulaError as error:
+            return f"follows: {name!r}: {error}"
+    return ""
+
+
+def _alone(declared: Capabilities) -> bool:
+    return declared.oracle == "emulated" and declared.emulates == "trajectory"
+
+
+@dataclass(frozen=True)
+class Follows:
+    """The rules of one system.
+
+    ``given`` computes what the class's own function does (``None``: no such rule can be asked).
+    """
+
+    rules: tuple[Rule, ...] = ()
+    given: Callable[[Now], Mapping[str, Tensor]] | None = field(default=None, compare=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.rules)
+
+    def rule_of(self, name: str) -> tuple[Rule, str] | None:
+        """The rule of state ``name``, and the parameter that it belongs to (empty: none)."""
+        found = ((rule, rule.owner(name)) for rule in self.rules)
+        return next(((rule, owner) for rule, owner in found if owner is not None), None)
+
+    def spec(self, spec: OptimizerSpec, step: int) -> OptimizerSpec:
+        """What the update of ``step`` uses."""
+        settings = (rule for rule in self.rules if rule.name.startswith(SETTING))
+        values = {r.name.removeprefix(SETTING): float(r.terms[1]({"step": step})) for r in settings}
+        return dataclasses.replace(spec, **values) if values else spec
+
+    def moved(self, buffers: Iterable[str]) -> list[str]:
+        """Which of the model's ``buffers`` are moved after the update."""
+        return [name for name in buffers if self.rule_of(name) is not None]
+
+    def values(self, names: Iterable[str], now: Now) -> Tensors:
+        """What the state ``names`` must be, as far as their rules say; in float64."""
+        found, asked = {}, [(name, *both) for name in names if (both := self.rule_of(name))]
+        if self.given is not None and any(rule.text == GIVEN for _, rule, _ in asked):
+            own = self.given(now)
+            found = {name: _wide(own[name]) for name, rule, _ in asked if rule.text == GIVEN}
+        for name, rule, owner in asked:
+            if not rule.is_formula or (term := rule.terms[now.step >= 0]) is None:
+                continue
+            held = {"was": now.was, "parameter": now.parameters, "gradient": now.gradients}
+            keys = {"was": name, "parameter": owner, "gradient": owner}
+            values = {k: _wide(of[keys[k]]) for k, of in held.items() if keys[k] in of}
+            try:
+                found[name] = _wide(term(values | {"step": float(now.step)}))
+            except KeyError as error:  # a parameter without a gradient, a counter without parameter
+                if error.args[0] not in held:
+                    raise
+        return found
+
+    @property
+    def fed_back(self) -> dict[str, str]:
+        """The rules on which training itself depends, whatever the model."""
+        return {rule.name: rule.text for rule in self.rules if rule.name.startswith(SETTING)}
+
+
+#: No further state.
+NONE = Follows()
+
+
+def of_rules(rules: Mapping[str, str]) -> Follows:
+    """The rules of a declaration; those that are ``given`` are not computed."""
+    return _kept(tuple(rules.items()))
+
+
+@lru_cache(maxsize=64)
+def _kept(rules: tuple[tuple[str, str], ...]) -> Follows:
+    return Follows(tuple(Rule(name, text) for name, text in rules))
+
+
+def of_system(case: Case, declared: Capabilities) -> Follows:
+    """The rules of the system of ``case``, whose class is loaded where it computes some itself."""
+    found = of_rules(declared.follows)
+    if all(rule.text != GIVEN for rule in found.rules):
+        return found
+    from shardproof.registry import answers
+
+    system = registry.load(case.implementation)
+    return dataclasses.replace(found, given=partial(answers.followed, system, case.options))
