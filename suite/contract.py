@@ -476,8 +476,9 @@ class Capabilities:
     system moves after the update.  Rules:
 
     * ``START -> NEXT``, formulas: the value after ``setup``, and after each update that is made.
-      Names: ``was``, ``parameter`` and ``gradient`` (the update is done), ``step`` (from 0).
-      Functions: ``min max abs sign sqrt cos power``.  Without ``START ->`` the first value is free.
+      Names: ``was``, ``parameter`` and ``gradient`` (the update is done), ``step`` (from 0), and
+      ``lr``, ``weight_decay``, ``momentum``, ``eps`` of the spec.  Functions: ``min max abs sign
+      sqrt cos power``.  Without ``START ->`` the first value is free.
     * ``given``: what :meth:`Implementation.follow` computes.
     * ``equal``: anything that is equal on all ranks, in a checkpoint, and changes at least once.
 

@@ -54,6 +54,7 @@ from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.engine.choices import (
     FORMATS,
     Compressing,
+    Followed,
     OfWholes,
     Saved,
     declared,
@@ -68,7 +69,7 @@ from shardproof.impls.reference.parts.reducers import Reducer, Work
 
 
 @dataclass(frozen=True)
-class Options(OfWholes, Compressing, Saved):
+class Options(OfWholes, Compressing, Followed, Saved):
     """``bucket_bytes`` limits a bucket, ``first_bucket_bytes`` the first one to leave;
     ``recompute_every`` is the engine's (engine/recompute.py)."""
 

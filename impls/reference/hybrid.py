@@ -339,7 +339,8 @@ class ReferenceHybrid(ReferencePipeline):
         """Pieces of whole tensors from a piece of a local one."""
         if self.layers is None:
             return [piece]
-        name = piece.name.rpartition(".")[0] if kind == "optimizer" else piece.name
+        is_slot = kind in ("optimizer", "extra")
+        name = piece.name.rpartition(".")[0] if is_slot else piece.name
         cut = self.layers.cuts.get(name)
         # A buffer or a step counter: no rule splits it, all tensor ranks have it.
         if cut is None or piece.tensor.dim() == 0:

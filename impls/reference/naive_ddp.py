@@ -28,7 +28,14 @@ from torch import nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities
-from shardproof.impls.reference.engine.choices import FORMATS, Compressing, OfWholes, Saved, lossy
+from shardproof.impls.reference.engine.choices import (
+    FORMATS,
+    Compressing,
+    Followed,
+    OfWholes,
+    Saved,
+    lossy,
+)
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
 from shardproof.impls.reference.engine.options import parse_options
@@ -38,7 +45,7 @@ from shardproof.impls.reference.parts.reducers import Bucket, Reducer
 
 
 @dataclass(frozen=True)
-class Options(OfWholes, Compressing, Saved):
+class Options(OfWholes, Compressing, Followed, Saved):
     """``all_reduce``, ``compress``, and what is saved."""
 
 

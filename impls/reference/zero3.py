@@ -56,6 +56,7 @@ from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.choices import (
     FORMATS,
     Compressing,
+    Followed,
     OfShards,
     Reduction,
     Saved,
@@ -73,7 +74,7 @@ from shardproof.impls.reference.units.wrapped import DECLINES, WrappedModel
 
 
 @dataclass(frozen=True)
-class Options(OfShards, Training, Compressing, Saved):
+class Options(OfShards, Training, Compressing, Followed, Saved):
     """``wrap`` says which modules are units."""
 
     wrap: Wrap = field(default_factory=Wrap)

@@ -58,7 +58,9 @@ def measure(evidence: Evidence, step: int, rows: list[ComparisonRow]) -> None:
                 moment.problem(name, ranks, text)
                 continue
             want = value.to(actual.dtype)
-            result = within_ulps(*_floats(actual, want, _largest(rules, name, now, want)), REPLAY_ULPS)
+            result = within_ulps(
+                *_floats(actual, want, _largest(rules, name, now, want)), REPLAY_ULPS
+            )
             moment.note(result, name, f"ranks {ranks}", ranks, unit="ULP")
             known[replica] = result.ok
     try:
@@ -71,7 +73,9 @@ def measure(evidence: Evidence, step: int, rows: list[ComparisonRow]) -> None:
 
 
 def _held(evidence: Evidence, step: int) -> Assembled:
-    return evidence.initial("extra") if step < 0 else evidence.observed(step, "after_update", "extra")
+    return (
+        evidence.initial("extra") if step < 0 else evidence.observed(step, "after_update", "extra")
+    )
 
 
 def _floats(actual: Tensor, want: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +136,9 @@ def _must_have_moved(
         if found is None or found[0].text != EQUAL or name not in first:
             continue
         if torch.equal(first[name], tensor):
-            raise Differs(f"{name!r} is after the last step what it was after setup: it never moved")
+            raise Differs(
+                f"{name!r} is after the last step what it was after setup: it never moved"
+            )
         rows.append(ComparisonRow(*place, name, "all ranks", 0.0, 0.0))
 
 
@@ -173,7 +179,11 @@ def _tries(
     most = max(case.workload.micro_batch_counts(case.data_coordinates), default=1)
     for times in range(2, max(most, case.world) + 1):
         again = make(replace(now, was={**now.was, **again}))
-        of = [f"once a {what}" for what, n in (("micro-batch", most), ("rank", case.world)) if n == times]
+        of = [
+            f"once a {what}"
+            for what, n in (("micro-batch", most), ("rank", case.world))
+            if n == times
+        ]
         yield again, f"was updated {times} times" + (f" ({' or '.join(of)})" if of else "")
 
 

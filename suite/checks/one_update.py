@@ -72,7 +72,8 @@ class Update:
 
 def update_of(evidence: Evidence, step: int) -> Update:
     """Update ``step`` from the system's own state and the gradients that it shows."""
-    spec = follows.of_rules(evidence.declaration.follows).spec(evidence.case.optimizer, step)
+    rules = follows.of_system(evidence.case, evidence.declaration)
+    spec = rules.spec(evidence.case.optimizer, step)
     spec = replace(spec, lr=spec.lr * evidence.members[step].rate)
     point = "after_clip" if spec.clip_norm is not None else "gradients_final"
     skipped = evidence.truth.steps[step].skipped

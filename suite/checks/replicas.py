@@ -7,8 +7,8 @@ never part have done something else than what they say.  A case in which they ne
 their own.
 
 Looks at parameters, gradients (final and after clipping), optimizer state and further state of
-every step, and at the initial parameters.  Buffers are compared only under the declared rule ``synced``: after a clean
-DDP step the ranks' BatchNorm buffers differ until the next broadcast.
+every step, and at the initial parameters.  Buffers are compared only under the declared rule
+``synced``: after a clean DDP step the ranks' BatchNorm buffers differ until the next broadcast.
 
 *Cannot see* a fault that all replicas share, nor anything in a world of one replica.
 """

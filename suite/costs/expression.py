@@ -239,7 +239,9 @@ def _term(node: ast.expr, text: str, grammar: Grammar) -> Callable[[Any], Any]:
                 raise refused(str(error)) from error
             if named is not None:
                 return named
-            raise refused(f"unknown name {shown!r}, {nearest(shown, [*grammar.known(), *functions])}")
+            raise refused(
+                f"unknown name {shown!r}, {nearest(shown, [*grammar.known(), *functions])}"
+            )
     raise refused(f"unexpected {shown!r}")
 
 

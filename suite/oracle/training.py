@@ -205,7 +205,10 @@ class _Training:
         if self.rule == "synced":
             parts = [_joint(self.model.device, batches, self.buffers)]
         else:
-            parts = [self._accumulate(n, *each) for n, each in enumerate(zip(batches, pulls, strict=True))]
+            parts = [
+                self._accumulate(n, *each)
+                for n, each in enumerate(zip(batches, pulls, strict=True))
+            ]
         fold = self.way.fold
         total, given, sent = _reduced(step, [gradients for _, gradients in parts], fold)
         kept = copies(getattr(fold, "kept", {}))
@@ -231,7 +234,9 @@ class _Training:
         if not terms:
             return [[] for _ in batches]
         if self.rule == "synced":
-            raise ValueError("synced buffers join coordinates, and terms of the loss tell them apart")
+            raise ValueError(
+                "synced buffers join coordinates, and terms of the loss tell them apart"
+            )
         sums = []
         for number, batch in enumerate(batches):
             self._enter(number)
@@ -573,7 +578,7 @@ def load_or_train(
             path.unlink(missing_ok=True)
     workload = for_case(case)
     members = members_of(case, batch_rule) if case.changes_members else ()
-    way = Way(case.precision, members, follows=follows.of_rules(settings))
+    way = Way(case.precision, members, follows=follows.of_rules(settings, case.optimizer))
     size = case.data_coordinates, case.steps
     record = train(workload, case.optimizer, *size, buffers_rule, way)
     if case.lane == "dyadic":

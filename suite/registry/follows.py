@@ -33,8 +33,8 @@ SETTINGS = ("lr", "weight_decay", "momentum", "eps")
 GIVEN, EQUAL = "given", "equal"
 #: Between the first value and what each update makes of the one before.
 _ARROW = "->"
-#: What formulas are about, beside the step.
-_NAMES = ("was", "parameter", "gradient", "step")
+#: What formulas are about; the last ones are fields of the optimizer's spec.
+_NAMES = ("was", "parameter", "gradient", "step", *SETTINGS)
 
 Tensors = dict[str, Tensor]
 
@@ -121,10 +121,12 @@ def _alone(declared: Capabilities) -> bool:
 class Follows:
     """The rules of one system.
 
-    ``given`` computes what the class's own function does (``None``: no such rule can be asked).
+    ``optimizer``: the case's.  ``given`` computes what the class's own function does (``None``: no
+    such rule can be asked).
     """
 
     rules: tuple[Rule, ...] = ()
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     given: Callable[[Now], Mapping[str, Tensor]] | None = field(default=None, compare=False)
 
     def __bool__(self) -> bool:
@@ -138,8 +140,12 @@ class Follows:
     def spec(self, spec: OptimizerSpec, step: int) -> OptimizerSpec:
         """What the update of ``step`` uses."""
         settings = (rule for rule in self.rules if rule.name.startswith(SETTING))
-        values = {r.name.removeprefix(SETTING): float(r.terms[1]({"step": step})) for r in settings}
+        known = self._known(step)
+        values = {r.name.removeprefix(SETTING): float(r.terms[1](known)) for r in settings}
         return dataclasses.replace(spec, **values) if values else spec
+
+    def _known(self, step: int) -> dict[str, Any]:
+        return {"step": float(step), **{name: getattr(self.optimizer, name) for name in SETTINGS}}
 
     def moved(self, buffers: Iterable[str]) -> list[str]:
         """Which of the model's ``buffers`` are moved after the update."""
@@ -158,7 +164,7 @@ class Follows:
             keys = {"was": name, "parameter": owner, "gradient": owner}
             values = {k: _wide(of[keys[k]]) for k, of in held.items() if keys[k] in of}
             try:
-                found[name] = _wide(term(values | {"step": float(now.step)}))
+                found[name] = _wide(term(values | self._known(now.step)))
             except KeyError as error:  # a parameter without a gradient, a counter without parameter
                 if error.args[0] not in held:
                     raise
@@ -174,19 +180,19 @@ class Follows:
 NONE = Follows()
 
 
-def of_rules(rules: Mapping[str, str]) -> Follows:
+def of_rules(rules: Mapping[str, str], optimizer: OptimizerSpec) -> Follows:
     """The rules of a declaration; those that are ``given`` are not computed."""
-    return _kept(tuple(rules.items()))
+    return _kept(tuple(rules.items()), optimizer)
 
 
 @lru_cache(maxsize=64)
-def _kept(rules: tuple[tuple[str, str], ...]) -> Follows:
-    return Follows(tuple(Rule(name, text) for name, text in rules))
+def _kept(rules: tuple[tuple[str, str], ...], optimizer: OptimizerSpec) -> Follows:
+    return Follows(tuple(Rule(name, text) for name, text in rules), optimizer)
 
 
 def of_system(case: Case, declared: Capabilities) -> Follows:
     """The rules of the system of ``case``, whose class is loaded where it computes some itself."""
-    found = of_rules(declared.follows)
+    found = of_rules(declared.follows, case.optimizer)
     if all(rule.text != GIVEN for rule in found.rules):
         return found
     from shardproof.registry import answers

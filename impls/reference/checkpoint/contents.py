@@ -1,7 +1,7 @@
 """What a reference strategy gives to a checkpoint.
 
     parameters, buffers    the pieces that the rank holds
-    optimizer              slots and masters
+    optimizer              slots, masters and averages
     extra                  what the reducer carries from step to step (error feedback)
     rng                    generators: torch's own, the device's, and those in attributes of modules
     about                  strategy, mesh, optimizer spec, scaler, precision, aliases, versions,
@@ -45,7 +45,7 @@ class Contents:
     def state(self, extra: Mapping[str, Any]) -> State:
         """All of it, and ``extra`` of the caller."""
         system = self.system
-        pieces = {kind: system.held_pieces(kind) for kind in TRAINED}  # type: ignore[arg-type]
+        pieces = {kind: system.saved_pieces(kind) for kind in TRAINED}  # type: ignore[arg-type]
         pieces["extra"] = system.kept_pieces()
         states = {name: get(generator) for name, generator in self.generators().items()}
         pieces["rng"] = [Piece.whole(name, state) for name, state in states.items()]

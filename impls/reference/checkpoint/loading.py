@@ -43,6 +43,7 @@ from shardproof.impls.reference.checkpoint.reading.reshape import Read
 from shardproof.impls.reference.checkpoint.reading.sources import NOUNS, Sources
 from shardproof.impls.reference.checkpoint.root import Branch, folders
 from shardproof.impls.reference.checkpoint.together import Together
+from shardproof.impls.reference.engine.averages import SLOT as AVERAGE
 from shardproof.impls.reference.engine.masters import SLOT as MASTER
 from shardproof.impls.reference.engine.optimizer import make_slots
 from shardproof.impls.reference.parts.reducers import parameter_of, pieces_on, slot_of
@@ -149,7 +150,7 @@ class Loading:
         system, kept = self.system, outer_slots(self.checkpoint.copies)
         self.made = make_slots(system.optimizer, self.missing_slots(), system.host)
         for kind in TRAINED:
-            pieces = system.held_pieces(kind)  # type: ignore[arg-type]
+            pieces = system.saved_pieces(kind)  # type: ignore[arg-type]
             there = [piece for piece in pieces if outer_slots([(kind, piece.name)]) <= kept]
             self.wants[kind] = [self.want(kind, piece) for piece in there]
         own = self.contents.generators() if self.has_same_ranks else {}
@@ -183,7 +184,8 @@ class Loading:
                 there = self.system.optimizer.state.get(parameter, {})
                 for full in self.checkpoint.slots_of(name, own):
                     slot = full.removeprefix(f"{name}.")
-                    if slot != MASTER and not is_outer(full) and slot not in there:
+                    kept = slot in (MASTER, AVERAGE) or is_outer(full)
+                    if not kept and slot not in there:
                         shape = () if slot == _COUNTER else (1,)
                         like = torch.empty(shape, dtype=self.sources.dtype(("optimizer", full)))
                         yield Piece.whole(full, like)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
-from shardproof.contract import Capabilities, Refused
+from shardproof.contract import Capabilities, Refused, average
 from shardproof.impls.reference.engine.options import as_yaml, at_least
 from shardproof.impls.reference.engine.precision import Precision
 
@@ -55,6 +55,30 @@ class Saved:
     """The option of all reference strategies."""
 
     checkpoint: Checkpoints = field(default_factory=Checkpoints, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Followed:
+    """State that follows training, of strategies that have one update in common.
+
+    ``average``: decay of an average of the parameters that each rank updates (0: none).
+    ``decay_rate``: by how much weight decay is multiplied from one step to the next.
+    """
+
+    average: float = field(default=0.0, kw_only=True)
+    decay_rate: float = field(default=1.0, kw_only=True)
+
+    @property
+    def follows(self) -> dict[str, str]:
+        """The rules of that state."""
+        if not 0 <= self.average < 1:
+            raise Refused(f"option 'average' = {self.average:g}: a decay lies from 0 to below 1")
+        if self.decay_rate <= 0:
+            raise Refused(f"option 'decay_rate' = {self.decay_rate:g}: it must be above 0")
+        rules = {"average.*": average(self.average)} if self.average else {}
+        if self.decay_rate != 1:
+            rules["optimizer.weight_decay"] = f"weight_decay * power({self.decay_rate:f}, step)"
+        return rules
 
 
 @dataclass(frozen=True)
@@ -230,12 +254,15 @@ IDLE = (
 
 
 def lossy(exact: Capabilities, options: Any) -> Capabilities:
-    """What a strategy with ``options`` declares, which is ``exact`` unless it compresses.
+    """What a strategy with ``options`` declares, which is ``exact`` unless it compresses, with the
+    rules of further state.
 
     Then it is compared with an emulation, whose bits it has where nothing is rounded but in it.
 
     :raises Refused: options that do not go together with ``compress``.
     """
+    if isinstance(options, Followed):
+        exact = replace(exact, follows=options.follows)
     if options.compress is None:
         return exact
     for name in ("all_reduce", "reduce_scatter"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from shardproof.contract import (
 from shardproof.impls.reference.engine.choices import (
     Checkpoints,
     Compressing,
+    Followed,
     OfBoth,
     Saved,
     Training,
@@ -48,6 +50,7 @@ from shardproof.impls.reference.engine.optimizer import (
     make_slots,
     seed_state,
     set_learning_rate,
+    set_weight_decay,
     slot_pieces,
 )
 from shardproof.impls.reference.engine.options import parse_options
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
     from shardproof.impls.reference.checkpoint.loading import Loaded
     from shardproof.impls.reference.checkpoint.saver import Saver
+    from shardproof.impls.reference.engine.averages import Averages
     from shardproof.impls.reference.engine.masters import Masters
     from shardproof.impls.reference.engine.recompute import Group
 
@@ -154,6 +158,11 @@ class Engine(LateParts):
         if self.masters_type.wanted(groups, self.built, self.host):
             self.masters = self.masters_type(groups, self.built, self.host)
             groups = self.masters.groups
+        followed = self.summing(self.given)
+        self.followed = followed if isinstance(followed, Followed) else Followed()
+        self.averages: Averages | None = None
+        if self.followed.average:
+            self.averages = self.averages_type(groups, self.followed.average)
         return build_optimizer(self.spec, groups)
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
@@ -172,14 +181,16 @@ class Engine(LateParts):
                 self.clip(norm, self.spec.clip_norm)
                 observe("after_clip")
             set_learning_rate(self.optimizer, self.spec, batch.step)
+            if self.followed.decay_rate != 1:
+                set_weight_decay(self.optimizer, self.decay_at(batch.step))
             self.update()
+        self.steps_done = batch.step + 1
         # After a skipped update as well: collectives must be the same in every step.
         self.handle.after_update()
         observe("after_update")
         self.handle.after_step()
         if self.masters:
             self.masters.after_step()
-        self.steps_done = batch.step + 1
         return StepResult(loss=loss, norm=norm, metrics=metrics)
 
     def unscale(self) -> dict[str, float]:
@@ -207,8 +218,14 @@ class Engine(LateParts):
             self.masters.copy_down()
         seed_state(self.optimizer, self.spec, self.host)
         self.optimizer.step()
+        if self.averages:
+            self.averages.update()
         if self.masters:
             self.masters.copy_up()
+
+    def decay_at(self, step: int) -> float:
+        """Weight decay of ``step``, of groups without their own."""
+        return self.spec.weight_decay * self.followed.decay_rate**step
 
     def backward(self, batch: Batch) -> Tensor | None:
         """Forward and backward of every micro-batch; the sum of their detached losses.
@@ -242,8 +259,25 @@ class Engine(LateParts):
         # Not placed like the rest: it is this rank's own, wherever its parameters are split.
         return held + self.kept_pieces() if kind == "optimizer" else held
 
+    def extra_state(self) -> list[Piece]:
+        """Averages, and the weight decay of the last update."""
+        pieces = self.held_pieces("extra")
+        found = [replace(p, name=f"average.{p.name.rpartition('.')[0]}") for p in pieces]
+        if self.followed.decay_rate != 1:
+            last = max(0, self.steps_done - 1)
+            decay = torch.tensor(self.decay_at(last), dtype=torch.float64)
+            found.append(Piece.whole("optimizer.weight_decay", decay, replica=self.mesh.rank))
+        return found
+
+    def saved_pieces(self, kind: Kind) -> list[Piece]:
+        """What a checkpoint has of ``kind``: averages are saved as the optimizer's slots are."""
+        more = self.held_pieces("extra") if kind == "optimizer" else []
+        return self.held_pieces(kind) + more
+
     def held_pieces(self, kind: Kind) -> list[Piece]:
-        """Parameters, gradients, buffers, or slots and masters of the optimizer."""
+        """Parameters, gradients, buffers, slots and masters of the optimizer, or averages."""
+        if kind == "extra":
+            return self.averages.pieces(self.handle.place) if self.averages else []
         if kind == "optimizer":
             slots = slot_pieces(self.optimizer, self.handle.place)
             slots += self.masters.master_pieces(self.handle.place) if self.masters else []
@@ -260,6 +294,9 @@ class Engine(LateParts):
         Optimizer slots that do not exist yet, before the first step, are made.
         """
         self.finish_copies()
+        if kind == "extra":
+            copy_pieces(self.extra_state(), pieces)
+            return
         if kind == "optimizer":
             # The reducer comes first: what it has yet to make must not become an optimizer slot.
             pieces = self.reducer.load_pieces(pieces_on(self.mesh.device, pieces))

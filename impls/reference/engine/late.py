@@ -14,6 +14,7 @@ from shardproof.contract import Implementation
 
 if TYPE_CHECKING:
     from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
+    from shardproof.impls.reference.engine.averages import Averages
     from shardproof.impls.reference.engine.masters import Masters
     from shardproof.impls.reference.engine.offload import HostMemory
     from shardproof.impls.reference.engine.recompute import Call
@@ -64,6 +65,13 @@ class LateParts(Implementation):
         from shardproof.impls.reference.engine.scaler import LossScaler
 
         return LossScaler
+
+    @late
+    def averages_type(cls) -> type[Averages]:
+        """Averages what the optimizer updates."""
+        from shardproof.impls.reference.engine.averages import Averages
+
+        return Averages
 
     @late
     def masters_type(cls) -> type[Masters]:

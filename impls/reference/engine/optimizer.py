@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 def param_groups(spec: OptimizerSpec, named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Torch parameter groups over ``named`` (the tensors that this rank updates)."""
     if not named:  # torch refuses an optimizer without a group, and takes an empty group
-        return [{"params": [], "param_names": [], "weight_decay": 0.0, "lr_scale": 1.0}]
+        empty = {"params": [], "param_names": [], "weight_decay": 0.0, "own_decay": None}
+        return [{**empty, "lr_scale": 1.0}]
     return [
         {
             "params": [(name, named[name]) for name in names],
             "weight_decay": spec.weight_decay if group.weight_decay is None else group.weight_decay,
+            "own_decay": group.weight_decay,
             "lr_scale": group.lr_scale,
         }
         for group, names in spec.assign(named)
@@ -78,6 +80,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, ste
     """Set every group's learning rate for optimizer step ``step`` (counted from 0)."""
     for group in optimizer.param_groups:
         group["lr"] = spec.lr_at(step) * group["lr_scale"]
+
+
+def set_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Set the weight decay of every group that has none of its own."""
+    for group in optimizer.param_groups:
+        if group["own_decay"] is None:
+            group["weight_decay"] = decay
 
 
 #: Where a slot of parameter ``name`` lies: (name, slot, tensor) -> piece or pieces.

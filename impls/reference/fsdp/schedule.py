@@ -13,6 +13,7 @@ from shardproof.comm import Comm
 from shardproof.contract import Refused
 from shardproof.impls.reference.engine.choices import (
     Compressing,
+    Followed,
     OfShards,
     OfWholes,
     Reduction,
@@ -27,7 +28,7 @@ from shardproof.impls.reference.units.wrapped import WrappedModel
 
 
 @dataclass(frozen=True)
-class Options(OfShards, OfWholes, Training, Compressing, Saved):
+class Options(OfShards, OfWholes, Training, Compressing, Followed, Saved):
     """``reshard_after_forward``: what happens to parameters between forward and backward.
 
     ``true``: freed; ``false``: kept; an integer k: sharded over k neighbours; ``null``: as the

@@ -27,6 +27,7 @@ from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
 from shardproof.impls.reference.engine.choices import (
     Compressing,
+    Followed,
     OfShards,
     Reduction,
     Saved,
@@ -43,7 +44,7 @@ from shardproof.impls.reference.parts.reducers import Reducer
 
 
 @dataclass(frozen=True)
-class Options(OfShards, WholeParameters, Compressing, Saved):
+class Options(OfShards, WholeParameters, Compressing, Followed, Saved):
     """``bucket_bytes`` limits a bucket."""
 
     bucket_bytes: int = 25 * 2**20

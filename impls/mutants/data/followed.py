@@ -1,0 +1,153 @@
+"""Faults of state that follows training: averages of parameters, and a schedule of weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.case import CheckpointPlan
+from shardproof.contract import Batch, Kind, Observe, OptimizerSpec, Piece, StepResult
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.triggers import gpt
+from shardproof.impls.reference.ddp import ReferenceDDP
+from shardproof.impls.reference.engine.averages import Averages
+from shardproof.impls.reference.engine.optimizer import set_weight_decay
+from shardproof.impls.reference.fsdp import ReferenceFSDP
+
+AVERAGE: Mapping[str, Any] = {"average": 0.9}
+SHARDED: Mapping[str, int] = {"shard": 2}
+DECAY = OptimizerSpec(weight_decay=0.1)
+
+mutant = declare.family(
+    ReferenceDDP,
+    ReferenceFSDP,
+    killed_by=("equivalence",),
+    workload=gpt(),
+    options=AVERAGE,
+    steps=3,
+)
+
+
+@mutant("average_never_moves", says="was not updated", parent=ReferenceFSDP, mesh=SHARDED)
+class NeverMoves(Averages):
+    """The average is written into a copy, as a gathered parameter is one, and stays as it began."""
+
+    def update(self) -> None:
+        kept = {name: own.clone() for name, own in self.averages.items()}
+        super().update()
+        self.averages.update(kept)
+
+
+@mutant("average_before_the_update", says="from the parameters before the update")
+class BeforeTheUpdate(ReferenceDDP):
+    """The average takes the parameters before the optimizer's step."""
+
+    def update(self) -> None:
+        assert self.averages is not None
+        averages, self.averages = self.averages, None
+        averages.update()
+        super().update()
+        self.averages = averages
+
+
+@mutant("average_once_a_micro_batch", says=r"was updated 2 times \(once a micro-batch")
+class OnceAMicroBatch(ReferenceDDP):
+    """The average is updated once a micro-batch, not once a step."""
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        self.rounds = len(batch.micro_batches)
+        return super().step(batch, observe)
+
+    def update(self) -> None:
+        super().update()
+        assert self.averages is not None
+        for _ in range(self.rounds - 1):
+            self.averages.update()
+
+
+@mutant(
+    "average_differs_by_rank",
+    says="differs between ranks",
+    killed_by=("equivalence", "replicas"),
+)
+class DiffersByRank(ReferenceDDP):
+    """Each rank averages what it had before the reduction, so that averages part."""
+
+    def update(self) -> None:
+        super().update()
+        assert self.averages is not None
+        for own in self.averages.averages.values():
+            own.mul_(1 + 1e-6 * self.mesh.rank)
+
+
+@mutant(
+    "average_begins_at_zero", says="does not follow its rule", parent=ReferenceFSDP, mesh=SHARDED
+)
+class BeginsAtZero(Averages):
+    """The average begins at zero, without a correction of that bias."""
+
+    def begin(self, tensor: Tensor) -> Tensor:
+        return torch.zeros_like(tensor)
+
+
+@mutant(
+    "average_not_saved",
+    says="further state (were|was) not loaded",
+    killed_by=("checkpoint",),
+    checkpoint=CheckpointPlan(save_at=2),
+)
+class NotSaved(ReferenceDDP):
+    """A checkpoint is without averages: a load leaves those of the fresh system."""
+
+    def saved_pieces(self, kind: Kind) -> list[Piece]:
+        return self.held_pieces(kind)
+
+
+@mutant(
+    "average_restarts_after_a_load",
+    says="further state (were|was) not loaded",
+    killed_by=("checkpoint",),
+    checkpoint=CheckpointPlan(save_at=2),
+    parent=ReferenceFSDP,
+    mesh=SHARDED,
+)
+class Restarts(ReferenceFSDP):
+    """After a load the average begins again, as the parameters that were loaded."""
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        extra = super().load(path)
+        assert self.averages is not None
+        for name, tensor in self.averages.tensors.items():
+            self.averages.averages[name].copy_(tensor.detach())
+        return extra
+
+
+@mutant(
+    "decay_schedule_a_step_late",
+    says="decay",
+    options={"decay_rate": 0.5},
+    optimizer=DECAY,
+)
+class ScheduleIsLate(ReferenceDDP):
+    """Weight decay is set after the update, so that the next step has it, and shown as if before."""
+
+    def update(self) -> None:
+        set_weight_decay(self.optimizer, self.decay_at(max(0, self.steps_done - 1)))
+        super().update()
+
+
+@mutant(
+    "decay_schedule_by_micro_batches",
+    says="is that of the (next step|step before)|does not follow its rule",
+    options={"decay_rate": 0.5},
+    optimizer=DECAY,
+)
+class ScheduleByMicroBatches(ReferenceDDP):
+    """The schedule of weight decay counts micro-batches, as one that sees every backward does."""
+
+    def decay_at(self, step: int) -> float:
+        return super().decay_at(2 * step)
