@@ -192,23 +192,21 @@ Role = Literal[
 Scope = Literal["micro-batch", "rank", "global"]
 
 
-class LossTerm(Protocol):
+@dataclass(frozen=True)
+class LossTerm:
     """A part of the loss that is no sum over targets: a load-balancing loss, for example.
 
-    The loss has one :meth:`value` for each part of the batch that ``scope`` names, added up.
+    ``statistics(outputs, micro)`` gives a differentiable vector of ``size`` sums over the targets
+    of a micro-batch, in the dtype of its weights; those of several micro-batches add up.
+    ``value(statistics)`` gives the scalar term of the sum of these over one part of the batch.  The
+    loss has one value for each part that ``scope`` names.
     """
 
     name: str
     scope: Scope
-
-    def statistics(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
-        """A differentiable vector of sums over the targets of ``micro``, in the weights' dtype.
-
-        Those of several micro-batches add up.
-        """
-
-    def value(self, statistics: Tensor) -> Tensor:
-        """The scalar term of the ``statistics`` of one scope, added up; differentiable."""
+    size: int
+    statistics: Callable[[Tensor, MicroBatch], Tensor]
+    value: Callable[[Tensor], Tensor]
 
 
 class Build(Protocol):

@@ -187,7 +187,8 @@ class ReferenceHybrid(ReferencePipeline):
             declines={**layers.declines, **wrap_declines, **turns},
             checkpoints=FORMATS,
         )
-        return lossy(exact, inner)
+        # A schedule runs backwards before the last forward.
+        return replace(lossy(exact, inner), scopes=())
 
     @classmethod
     def schedule(  # type: ignore[override]  # without stages there is none

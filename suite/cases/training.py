@@ -14,7 +14,7 @@ from shardproof.cases.kinds.kind import Schedules
 from shardproof.cases.launcher import Launcher, Left, Work, records_of
 from shardproof.cases.rank_program import run_rank, workload_facts
 from shardproof.checks.schedule import announced
-from shardproof.contract import Implementation, Refused
+from shardproof.contract import Implementation, LossTerm, Refused
 from shardproof.costs.expression import CaseFacts, facts_of
 from shardproof.costs.own import OwnCosts
 from shardproof.evidence.account import Account
@@ -63,6 +63,11 @@ def prepare(
         # A pipeline may be unable to cut a user's own model.
         if axis in case.mesh and (why := workload.family.unstaged(workload.params)):
             account.cannot_fit = f"axis {axis!r} of {case.mesh[axis]} ranks: {why}"
+        odd = [t for t in workload.family.terms(workload.params) if not _adds(declaration, t)]
+        if odd:
+            term = odd[0]
+            what = f"the loss term {term.name!r} of {case.workload.name} spans {term.scope!r}"
+            account.cannot_fit = f"{what}, and it adds up none (Capabilities.scopes)"
         account.data_digest = workload.digest
     except workloads.WorkloadError as error:  # a user's own, which nobody has tried before
         account.cannot_fit = str(error)
@@ -75,6 +80,11 @@ def prepare(
         return None
     oracle = oracle_of(case, system, declaration, workload)
     return TrainingWork(case, system, declaration, workload, schedules, facts, oracle)
+
+
+def _adds(declaration: Declaration, term: LossTerm) -> bool:
+    """Whether the system adds ``term`` to the loss; ``Build.loss`` has those of a micro-batch."""
+    return term.scope == "micro-batch" or term.scope in declaration.scopes
 
 
 def _announced_schedules(case: Case, system: type[Implementation]) -> Schedules:

@@ -46,6 +46,7 @@ from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_grad
 from shardproof.checks.causes.scalars import of_loss
 from shardproof.checks.causes.state import initial as initial_state
 from shardproof.checks.causes.state import of_buffers_at_start, of_start
+from shardproof.checks.causes.terms import of_terms
 from shardproof.checks.causes.updates import of_update
 from shardproof.checks.numbers import FP64_BOUND, Compare, Comparison, Differs, Lacking, Moment
 from shardproof.checks.one_update import (
@@ -439,7 +440,8 @@ def _end_of_loss(
     except Lacking:
         raise
     except Differs as failure:
-        loss = causes.told(partial(of_loss, evidence, step, shares))
+        loss = causes.told(partial(of_terms, evidence, step, sum(shares.values())))
+        loss = loss or causes.told(partial(of_loss, evidence, step, shares))
         times = sum(shares.values()) / (evidence.oracle.steps[step].loss or math.inf)
         beside = causes.told(partial(beside_loss, evidence, step, loss, times))
         told = causes.before(lambda: loss, failure)

@@ -48,9 +48,9 @@ def measure(evidence: Evidence, step: int, rows: list[ComparisonRow]) -> None:
         # No update: what goes on from its last value stays, a schedule may be anywhere.
         wanted = {name: value for name, value in now.was.items() if name in wanted}
         wanted = {n: v for n, v in wanted.items() if not n.startswith(SETTING)}
-    moment = Moment(rows, step, "after_update extra", "does not follow its rule")
+    phase = "after_update extra" if step >= 0 else "initial extra"
+    moment = Moment(rows, step, phase, "does not follow its rule")
     for name, value in wanted.items():
-        known: dict[int, bool] = {}
         for replica, actual in state.tensors[name].items():
             ranks = state.holders.get((name, replica), [])
             if actual.shape != value.shape:
@@ -62,11 +62,10 @@ def measure(evidence: Evidence, step: int, rows: list[ComparisonRow]) -> None:
                 *_floats(actual, want, _largest(rules, name, now, want)), REPLAY_ULPS
             )
             moment.note(result, name, f"ranks {ranks}", ranks, unit="ULP")
-            known[replica] = result.ok
     try:
         moment.end(evidence.case.world)
     except Differs as failure:
-        cause = partial(_cause, evidence, rules, state, now)
+        cause = partial(_cause, evidence, rules, step)
         raise Differs(causes.before(cause, failure), failure.ranks) from None
     if step == evidence.steps[-1]:
         _must_have_moved(evidence, rules, state, rows)
@@ -145,21 +144,37 @@ def _must_have_moved(
 # ------------------------------------------------------------------------------------------ causes
 
 
-def _cause(evidence: Evidence, rules: Follows, state: Assembled, now: Now) -> str:
-    """What explains all wrong state at once; empty: nothing does."""
-    wanted = rules.values(state.tensors, now)
-    wrong = {
-        name: [t for t in state.tensors[name].values() if not _same(t, value)]
-        for name, value in wanted.items()
+def _cause(evidence: Evidence, rules: Follows, step: int) -> str:
+    """What explains all wrong state, from ``step`` on; empty: nothing does."""
+    wrong, found = _explained(evidence, rules, step)
+    # At the beginning several causes may come to the same: of an average that begins as its
+    # parameter, to be late and not to move at all.
+    for later in (s for s in evidence.steps if s > max(step, 0) and found):
+        also = _explained(evidence, rules, later)[1]
+        found = [sentence for sentence in found if sentence in also] or found
+    state = _held(evidence, step).tensors
+    apart = [name for name in wrong if len(wrong[name]) < len(state[name])]
+    which = dict.fromkeys(r.name for name in wrong if (r := rules.rule_of(name)[0]))  # type: ignore[index]
+    told = found or (["differs between ranks"] if apart else [])
+    return f"{some([*which])} {', or '.join(told)}" if told else ""
+
+
+def _explained(
+    evidence: Evidence, rules: Follows, step: int
+) -> tuple[dict[str, list[Tensor]], list[str]]:
+    """The copies that are wrong after ``step``, by name, and sentences that explain all of them."""
+    state, now = _held(evidence, step), _now(evidence, step)
+    held = {
+        name: [copy for copy in state.tensors[name].values() if not _same(copy, value)]
+        for name, value in rules.values(state.tensors, now).items()
     }
-    wrong = {name: copies for name, copies in wrong.items() if copies}
-    names = some([*wrong])
-    for values, sentence in _tries(evidence, rules, [*wrong], now):
-        pairs = [(t, values.get(name)) for name, copies in wrong.items() for t in copies]
-        if pairs and all(value is not None and _same(t, value) for t, value in pairs):
-            return f"{names} {sentence}"
-    apart = [name for name in wrong if len(wrong[name]) < len(state.tensors[name])]
-    return f"{some(apart)} differs between ranks" if apart else ""
+    wrong = {name: copies for name, copies in held.items() if copies}
+    pairs = [(copy, name) for name, copies in wrong.items() for copy in copies]
+    return wrong, [
+        sentence
+        for values, sentence in _tries(evidence, rules, [*wrong], now)
+        if pairs and all(name in values and _same(copy, values[name]) for copy, name in pairs)
+    ]
 
 
 def _tries(

@@ -168,7 +168,7 @@ def _against(
     (``""``: it does not); ``figures`` get what the model says.
     """
     strategy = evidence.declaration.strategy
-    flows = cost_model.flows()
+    flows = cost_model.sent()
     figures.source = cost_model.source
     figures.flows = [SentAlongAxis(f.axis, f.operation, f.calls, str(f.bytes)) for f in flows]
     _set_textbook(figures, cost_model)

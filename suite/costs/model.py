@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
+from shardproof import axes
 from shardproof.costs import model_facts
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 
@@ -255,7 +256,13 @@ class CostModel(ABC):
 
     def payload(self) -> Fraction:
         """Bytes sent in one step, all axes together."""
-        return sum((flow.bytes for flow in self.flows()), Fraction(0))
+        return sum((flow.bytes for flow in self.sent()), Fraction(0))
+
+    def sent(self) -> list[Flow]:
+        """:meth:`flows`, and the sums over ranks of what global terms of the loss are made of."""
+        over = axes.sharing(self.facts.axes)
+        summed = (flow(self.facts, axis, "all_reduce", self.facts.terms) for axis in over)
+        return [*self.flows(), *(one for each in summed for one in each)]
 
     def held(self, kind: str) -> int:
         """Bytes of class ``kind`` on the rank that holds most, when all state exists."""

@@ -95,6 +95,8 @@ class ModelFacts(Stored):
     attend to their numbers of query and of KV heads, ``label_smoothing`` is that of the loss
     (``None``: it is no cross-entropy).  Where there is a pipe axis, ``hidden`` maps such a shape
     (``"4x16"``) to the elements of what each unit but the last one gives for it.
+
+    ``terms``: bytes of the statistics of each loss term that spans the global batch.
     """
 
     axes: Mapping[str, int]
@@ -120,6 +122,7 @@ class ModelFacts(Stored):
     heads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     label_smoothing: float | None = None
     evaluated: bool = False
+    terms: tuple[int, ...] = ()
 
     @property
     def world(self) -> int:
@@ -293,6 +296,11 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
         momentum=case.optimizer.momentum,
         clipped=case.optimizer.clip_norm is not None,
         scaled=case.optimizer.scaler is not None,
+        terms=tuple(
+            term.size * max(4, ITEMSIZE[case.dtype])
+            for term in workload.family.terms(workload.params)
+            if term.scope == "global"
+        ),
         steps=case.steps,
         calls={
             f"{name}.{child}": count

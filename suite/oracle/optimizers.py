@@ -25,7 +25,11 @@ def build_optimizer(spec: OptimizerSpec, named: Named) -> torch.optim.Optimizer:
     for group, names in spec.assign(named):
         decay = spec.weight_decay if group.weight_decay is None else group.weight_decay
         params = [named[name] for name in names]
-        own = {"lr_scale": group.lr_scale, "own_decay": group.weight_decay}
+        # The last group, of what no pattern matches, has the spec's.
+        own = {
+            "lr_scale": group.lr_scale,
+            "own_decay": group.weight_decay if group.pattern else None,
+        }
         groups.append({"params": params, "weight_decay": decay, **own})
     if spec.name == "sgd":
         return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=False)

@@ -228,7 +228,7 @@ class _Training:
         own = {name: value.to(first[name].dtype) for name, value in moved.items()}
         self.buffers = [{**each, **own} for each in self.buffers]
 
-    def _pulls(self, batches: Sequence[Batch]) -> list[list[Pull]]:
+    def _pulls(self, batches: Sequence[Batch]) -> Pulls:
         """How terms of the loss that span micro-batches pull at those of each coordinate."""
         terms, device = self.model.build.terms, self.model.device
         if not terms:
@@ -237,11 +237,11 @@ class _Training:
             raise ValueError(
                 "synced buffers join coordinates, and terms of the loss tell them apart"
             )
-        sums = []
+        parts = []
         for number, batch in enumerate(batches):
             self._enter(number)
-            sums.append(device.statistics(terms, batch))
-        return pulls(terms, sums)
+            parts.append(device.statistics(terms, batch))
+        return pulls(terms, parts)
 
     def _enter(self, number: int) -> None:
         """Put the buffers and draws of a coordinate into the model."""
@@ -290,13 +290,19 @@ class Pull:
     share: float
 
 
-def pulls(terms: Sequence[LossTerm], sums: Sequence[Sequence[Tensor]]) -> list[list[Pull]]:
-    """The pulls at each coordinate, from its sums of statistics: ``sums[coordinate][term]``."""
-    found: list[list[Pull]] = [[] for _ in sums]
+Pulls = list[list[Pull]]
+
+
+def pulls(terms: Sequence[LossTerm], parts: Sequence[Sequence[Sequence[Tensor]]]) -> Pulls:
+    """The pulls at each coordinate, from statistics: ``parts[coordinate][term][micro-batch]``."""
+    found: Pulls = [[] for _ in parts]
     for place, term in enumerate(terms):
-        whole = sum(own[place] for own in sums)
+        given = [own[place] for own in parts]
+        zeros = torch.zeros_like(next(one for own in given for one in own))
+        sums = [torch.stack([zeros, *own]).sum(0) for own in given]
+        whole = torch.stack(sums).sum(0)
         for number, own in enumerate(sums):
-            over = (own[place] if term.scope == "rank" else whole).clone().requires_grad_()
+            over = (own if term.scope == "rank" else whole).clone().requires_grad_()
             value = term.value(over)
             [slope] = torch.autograd.grad(value, [over])
             share = float(value) / (1 if term.scope == "rank" else len(sums))
@@ -344,14 +350,14 @@ class Device:
         return self._cast(outputs, "output")
 
     @torch.no_grad()
-    def statistics(self, terms: Sequence[LossTerm], batch: Batch) -> list[Tensor]:
-        """Of each term the statistics of all micro-batches of one coordinate."""
+    def statistics(self, terms: Sequence[LossTerm], batch: Batch) -> list[list[Tensor]]:
+        """Of each term the statistics of every micro-batch of one coordinate."""
         found: list[list[Tensor]] = [[] for _ in terms]
         for micro in batch.micro_batches:
             outputs = self.forward(micro.inputs)
             for term, own in zip(terms, found, strict=True):
                 own.append(term.statistics(outputs, micro))
-        return [torch.stack(own).sum(0) if own else torch.zeros(()) for own in found]
+        return found
 
     def accumulate(
         self, batch: Batch, apart: bool = False, pulled: Sequence[Pull] = ()
@@ -528,6 +534,19 @@ def parts(workload: Workload, precision: Precision, state: Tensors, batch: Batch
         device.loss(device.forward(micro.inputs), micro).backward()
         found.append(device.take_gradients({}))
     return found
+
+
+def statistics(
+    workload: Workload,
+    precision: Precision,
+    state: Tensors,
+    batch: Batch,
+    terms: Sequence[LossTerm],
+) -> list[list[Tensor]]:
+    """As :meth:`Device.statistics`, from ``state``, in training mode."""
+    device = _device(workload, precision)
+    workload.load(device.module, state)
+    return device.statistics(terms, batch)
 
 
 def buffers_after(

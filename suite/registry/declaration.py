@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, get_args
 
-from shardproof import axes, contract, registry, strategies
+from shardproof import axes, contract, registry, strategies, workloads
 from shardproof.backends import BACKENDS, Backend
 from shardproof.case import Case
 from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused, Sampling
@@ -220,6 +220,8 @@ class Declaration(Capabilities, Stored):
             return f"a member cannot die inside a step on {case.backend}"
         if sending := self._sends(case):
             return f"{sending}, and {case.backend} {_NEEDS['sends'][1]}"
+        if lacking := workloads.scopes(case.workload).difference(self.scopes):
+            return f"adds up no loss term of scope {min(lacking)!r} (Capabilities.scopes)"
         given_knobs = case.workload.params.items()
         asked = [f"trait {trait}" for trait in case.workload.traits]
         asked += [f"trait {LIKE_TRAITS[one]}" for one in LIKE_TRAITS if one in given_knobs]

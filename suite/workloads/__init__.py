@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from shardproof.case import Case, Lane, WorkloadSpec
+from shardproof.contract import Scope
 from shardproof.workloads import own
 from shardproof.workloads.base import Workload, WorkloadFamily, resolve
 from shardproof.workloads.cnn import DigitsCNN
 from shardproof.workloads.dyadic import DyadicMLP
+from shardproof.workloads.experts import DigitsExperts
 from shardproof.workloads.gpt import CharnamesGPT
 from shardproof.workloads.knobs import WorkloadError, lookup
 from shardproof.workloads.penalty import DigitsPenalty
@@ -14,10 +16,10 @@ from shardproof.workloads.rnn import CharnamesRNN
 from shardproof.workloads.traits import TRAITS as TRAITS
 from shardproof.workloads.traits import suggested_groups as suggested_groups
 
-WORKLOADS: dict[str, WorkloadFamily] = {
-    family.name: family
-    for family in (CharnamesGPT(), CharnamesRNN(), DigitsCNN(), DigitsPenalty(), DyadicMLP())
-}
+_FAMILIES: tuple[WorkloadFamily, ...] = (
+    *(CharnamesGPT(), CharnamesRNN(), DigitsCNN(), DigitsPenalty(), DigitsExperts(), DyadicMLP()),
+)
+WORKLOADS: dict[str, WorkloadFamily] = {family.name: family for family in _FAMILIES}
 
 
 def make(
@@ -59,6 +61,14 @@ def check(spec: WorkloadSpec, lane: Lane = "fp64") -> None:
 
 def _family(name: str) -> WorkloadFamily:
     return own.load(name) if ":" in name else lookup(name, WORKLOADS, "workload")
+
+
+def scopes(spec: WorkloadSpec) -> set[Scope]:
+    """Scopes of the loss terms that ``Build.loss`` leaves out; of a user's own it is not told."""
+    if spec.name not in WORKLOADS:
+        return set()
+    family = WORKLOADS[spec.name]
+    return {term.scope for term in family.terms(family.resolve(spec.params))} - {"micro-batch"}
 
 
 def in_lane(lane: Lane) -> list[str]:

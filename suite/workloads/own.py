@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardproof import by_path, contract
-from shardproof.contract import CrossEntropy, MicroBatch, Role
+from shardproof.contract import CrossEntropy, LossTerm, MicroBatch, Role
 from shardproof.workloads import layers
 from shardproof.workloads.base import Found, Picks, Samples, Workload, WorkloadFamily
 from shardproof.workloads.knobs import Params, WorkloadError
@@ -82,6 +82,7 @@ class OwnWorkload(WorkloadFamily):
     for pipelines (:meth:`shardproof.contract.Build.stage`); an ``nn.Sequential`` needs none.
     ``roles`` says what modules or parameters are for (:data:`shardproof.contract.Role`), by dotted
     name, for strategies that split layers; unless given, by the names of the suite's own GPT.
+    ``terms`` are parts of the loss that are no sums over targets.
     """
 
     has_values: ClassVar[bool] = True
@@ -97,11 +98,13 @@ class OwnWorkload(WorkloadFamily):
         units: Sequence[str] = (),
         stages: Callable[[nn.Module, int, int], nn.Module] | None = None,
         roles: Mapping[str, Role] | None = None,
+        terms: Sequence[LossTerm] = (),
         about: str = "a model of a user's own",
     ) -> None:
         self.name, self.about = "an OwnWorkload", about
         self._model, self._loss, self._batch = model, loss, batch
         self._units, self._stages, self._roles = tuple(units), stages, roles
+        self._terms = tuple(terms)
 
     # ------------------------------------------------------------------------------- what it is
 
@@ -176,8 +179,14 @@ class OwnWorkload(WorkloadFamily):
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         return tensor.detach().cpu().to(torch.float64) + 0.1 * noise
 
+    def terms(self, params: Params) -> Sequence[LossTerm]:
+        """As given."""
+        return self._terms
+
     def depends_on_cut(self, params: Params) -> bool:
-        """Whether there is a batch norm."""
+        """Whether there is a batch norm, or a loss term over a part of the batch."""
+        if any(term.scope != "global" for term in self._terms):
+            return True
         model = self.model(params, (), {"device": "meta", "dtype": torch.float64})
         return any(isinstance(part, _BatchNorm) for part in model.modules())
 

@@ -56,7 +56,7 @@ KEY_SHIFT = 8
 
 #: Workloads of names, whose samples have positions, and all that compute with real numbers.
 NAMES = ("charnames_gpt", "charnames_rnn")
-REAL = (*NAMES, "digits_cnn", "digits_penalty")
+REAL = (*NAMES, "digits_cnn", "digits_penalty", "digits_experts")
 
 #: Groups that ``two_groups`` suggests: biases and norms, which lie between weights in every block.
 TWO_GROUPS = (GroupSpec(pattern=r"(bias|norm[^.]*\.weight)$", lr_scale=0.5, weight_decay=0.05),)

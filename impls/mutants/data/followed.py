@@ -128,12 +128,12 @@ class Restarts(ReferenceFSDP):
 
 @mutant(
     "decay_schedule_a_step_late",
-    says="decay",
+    says="the update used optimizer.weight_decay of step 0, not of step 1",
     options={"decay_rate": 0.5},
     optimizer=DECAY,
 )
 class ScheduleIsLate(ReferenceDDP):
-    """Weight decay is set after the update, so that the next step has it, and shown as if before."""
+    """Weight decay is set after the update, so that the next step has it."""
 
     def update(self) -> None:
         set_weight_decay(self.optimizer, self.decay_at(max(0, self.steps_done - 1)))
@@ -142,7 +142,7 @@ class ScheduleIsLate(ReferenceDDP):
 
 @mutant(
     "decay_schedule_by_micro_batches",
-    says="is that of the (next step|step before)|does not follow its rule",
+    says="the update used optimizer.weight_decay of step 2, not of step 1",
     options={"decay_rate": 0.5},
     optimizer=DECAY,
 )

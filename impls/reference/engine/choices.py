@@ -255,14 +255,14 @@ IDLE = (
 
 def lossy(exact: Capabilities, options: Any) -> Capabilities:
     """What a strategy with ``options`` declares, which is ``exact`` unless it compresses, with the
-    rules of further state.
+    rules of further state and the loss terms that the engine adds.
 
     Then it is compared with an emulation, whose bits it has where nothing is rounded but in it.
 
     :raises Refused: options that do not go together with ``compress``.
     """
     if isinstance(options, Followed):
-        exact = replace(exact, follows=options.follows)
+        exact = replace(exact, follows=options.follows, scopes=("rank", "global"))
     if options.compress is None:
         return exact
     for name in ("all_reduce", "reduce_scatter"):

@@ -232,6 +232,8 @@ class Engine(LateParts):
 
         A pipeline runs a schedule instead; ranks that have no loss tell ``None``.
         """
+        if self.build.terms:
+            return self.terms_type(self).backward(batch)
         total = torch.zeros((), dtype=next(self.module.parameters()).dtype)
         micro_batches = batch.micro_batches
         for number, micro in enumerate(micro_batches):

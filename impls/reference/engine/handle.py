@@ -38,6 +38,8 @@ class Handle(ABC):
     apart: frozenset[Kind] = frozenset()
     #: Number of this rank's copy, where its optimizer's state is its own.
     own_copy: int | None = None
+    #: Whether the backward of a micro-batch must come before the forward of the next one.
+    takes_turns = False
 
     @abstractmethod
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardproof.impls.reference.engine.recompute import Call
     from shardproof.impls.reference.engine.scaler import LossScaler
     from shardproof.impls.reference.engine.summing import Summing
+    from shardproof.impls.reference.engine.terms import Terms
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -72,6 +73,13 @@ class LateParts(Implementation):
         from shardproof.impls.reference.engine.averages import Averages
 
         return Averages
+
+    @late
+    def terms_type(cls) -> type[Terms]:
+        """Adds loss terms that span micro-batches."""
+        from shardproof.impls.reference.engine.terms import Terms
+
+        return Terms
 
     @late
     def masters_type(cls) -> type[Masters]:

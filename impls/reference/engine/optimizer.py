@@ -23,7 +23,7 @@ def param_groups(spec: OptimizerSpec, named: Mapping[str, Tensor]) -> list[dict[
         {
             "params": [(name, named[name]) for name in names],
             "weight_decay": spec.weight_decay if group.weight_decay is None else group.weight_decay,
-            "own_decay": group.weight_decay,
+            "own_decay": group.weight_decay if group.pattern else None,
             "lr_scale": group.lr_scale,
         }
         for group, names in spec.assign(named)

@@ -27,6 +27,8 @@ from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 class ShardedModel(Handle):
     """Units over ``comms["shard"]`` (absent: not sharded), replicas over ``comms["replicate"]``."""
 
+    takes_turns = True
+
     def __init__(
         self,
         module: nn.Module,

@@ -176,7 +176,7 @@ def of_load(load: Load) -> str:
 
 def _of_sort(load: Load, noun: str, names: Sequence[str]) -> str:
     saved, held = load.saved.tensors, load.held.tensors
-    was = "was" if noun == "optimizer state" else "were"
+    was = "was" if noun.endswith("state") else "were"
     missing = [name for name in names if name not in held]
     load.wrong.extend(missing)
     if missing and len(missing) == len(names):
@@ -220,7 +220,7 @@ def _of_sort(load: Load, noun: str, names: Sequence[str]) -> str:
 
 def _why(load: Load, noun: str, wrong: Wrong) -> str:
     """What the wrong tensors are in place of what was saved."""
-    they = "it is" if noun == "optimizer state" else "they are"
+    they = "it is" if noun.endswith("state") else "they are"
 
     def is_now(tensors: Mapping[str, Tensor]) -> bool:
         return all(n in tensors and bitwise(now, tensors[n]).ok for n, (_, now) in wrong.items())

@@ -20,6 +20,7 @@ from shardproof.checks.one_update import Update, update_of
 from shardproof.contract import OptimizerSpec, Piece
 from shardproof.evidence.assembled import CoordinateEvidence, Evidence
 from shardproof.evidence.held import part
+from shardproof.registry import follows
 
 #: What may be left over of an update, by dtype: differences of values have lost digits.
 _LEFT_OVER = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.1, "float16": 0.1}
@@ -128,7 +129,7 @@ def _tries(
     evidence: Evidence, update: Update, step: int, wrong: Sequence[str]
 ) -> Iterator[tuple[Callable[[], Tensors], str]]:
     """Updates as they are often made, and what to say of them."""
-    spec = update.spec
+    spec, rules = update.spec, follows.of_system(evidence.case, evidence.declaration)
 
     def of(**changed: Any) -> Callable[[], Tensors]:
         return lambda: replace(update, **changed).make().parameters
@@ -136,6 +137,10 @@ def _tries(
     # Functions, because each costs an optimizer step and most are never asked.
     yield (lambda: update.before), "no update was made"
     yield from _swaps(update, wrong)
+    for other in (n for n in range(3 * evidence.case.steps) if n != step):
+        if (changed := rules.spec(spec, other)) != spec:
+            told = ", ".join(name for name in rules.fed_back)
+            yield of(spec=changed), f"the update used {told} of step {other}, not of step {step}"
     decays = [spec.weight_decay, *(group.weight_decay for group in spec.groups)]
     if any(decays):
         yield of(spec=_decayed(spec, [0.0] * len(decays))), "weight decay was left out"
