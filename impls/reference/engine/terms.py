@@ -13,8 +13,8 @@ the same slope df/ds, so gradients are summed over ranks as ever.
 Cost: all graphs of a step are alive at once; 2 (N-1) times the bytes of s for each global term.
 Numbers: as one device, up to the order in which s is summed.
 Left out: several micro-batches where a unit is gathered for one forward and one backward (ZeRO-3,
-FSDP): a second forward of each would send its parameters again.  And the approximation by counts of earlier micro-batches, which saves the memory
-(Megatron-LM's global auxiliary loss).
+FSDP): a second forward of each would send its parameters again.  And the approximation by counts of
+earlier micro-batches, which saves the memory (Megatron-LM's global auxiliary loss).
 """
 
 from __future__ import annotations
