@@ -82,7 +82,6 @@ class OwnWorkload(WorkloadFamily):
     for pipelines (:meth:`shardproof.contract.Build.stage`); an ``nn.Sequential`` needs none.
     ``roles`` says what modules or parameters are for (:data:`shardproof.contract.Role`), by dotted
     name, for strategies that split layers; unless given, by the names of the suite's own GPT.
-    ``terms`` are parts of the loss that are no sums over targets.
     """
 
     has_values: ClassVar[bool] = True
@@ -98,13 +97,18 @@ class OwnWorkload(WorkloadFamily):
         units: Sequence[str] = (),
         stages: Callable[[nn.Module, int, int], nn.Module] | None = None,
         roles: Mapping[str, Role] | None = None,
-        terms: Sequence[LossTerm] = (),
         about: str = "a model of a user's own",
     ) -> None:
         self.name, self.about = "an OwnWorkload", about
         self._model, self._loss, self._batch = model, loss, batch
         self._units, self._stages, self._roles = tuple(units), stages, roles
-        self._terms = tuple(terms)
+        self._terms: tuple[LossTerm, ...] = ()
+
+    def with_terms(self, *terms: LossTerm) -> OwnWorkload:
+        """This one with parts of the loss that are no sums over targets."""
+        more = copy.copy(self)
+        more._terms = terms
+        return more
 
     # ------------------------------------------------------------------------------- what it is
 
