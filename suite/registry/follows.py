@@ -40,7 +40,8 @@ Tensors = dict[str, Tensor]
 
 
 def _wide(value: Tensor | float) -> Tensor:
-    return torch.as_tensor(value).detach().to(torch.float64)
+    # Not as_tensor alone: it would round a number to float32 first.
+    return torch.as_tensor(value, dtype=torch.float64).detach()
 
 
 def _each(function: Callable[..., Tensor]) -> Callable[[list[Any]], Tensor]:
@@ -137,12 +138,15 @@ class Follows:
         found = ((rule, rule.owner(name)) for rule in self.rules)
         return next(((rule, owner) for rule, owner in found if owner is not None), None)
 
-    def spec(self, spec: OptimizerSpec, step: int) -> OptimizerSpec:
-        """What the update of ``step`` uses."""
+    def settings(self, step: int) -> dict[str, float]:
+        """Fields of the optimizer's spec, as the update of ``step`` uses them."""
         settings = (rule for rule in self.rules if rule.name.startswith(SETTING))
         known = self._known(step)
-        values = {r.name.removeprefix(SETTING): float(r.terms[1](known)) for r in settings}
-        return dataclasses.replace(spec, **values) if values else spec
+        return {rule.name.removeprefix(SETTING): float(rule.terms[1](known)) for rule in settings}
+
+    def spec(self, spec: OptimizerSpec, step: int) -> OptimizerSpec:
+        """``spec`` with the settings of ``step``."""
+        return dataclasses.replace(spec, **self.settings(step))
 
     def _known(self, step: int) -> dict[str, Any]:
         return {"step": float(step), **{name: getattr(self.optimizer, name) for name in SETTINGS}}

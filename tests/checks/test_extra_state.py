@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardproof import OwnWorkload, contract, prove
-from shardproof.case import WorkloadSpec
+from shardproof import OwnWorkload, contract
 from shardproof.contract import Capabilities
 from shardproof.registry import follows
 
-HERE = "followed"
+ROOT = Path(__file__).parents[2]
+GPT = "{name: charnames_gpt, global_batch: 12, params: {layers: 1, width: 16, seq: 8}}"
+EXPERTS = "{name: digits_experts, global_batch: 12, params: {channels: 4, layers: 2, scope: SCOPE}}"
+OWN = '{name: "test_extra_state:counting", global_batch: 12}'
 
 
 class Counting(nn.Module):
@@ -42,84 +48,114 @@ def points(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 counting = OwnWorkload(Counting, nn.CrossEntropyLoss(reduction="none"), points)
-SMALL = WorkloadSpec("charnames_gpt", global_batch=12, params={"layers": 1, "width": 16, "seq": 8})
+
+SCENARIO = """
+name: NAME
+about: systems with state or terms of their own
+sees: [state]
+workload: WORKLOAD
+matrix:
+  implementation: [SYSTEMS]
+  backend: in_memory
+  mesh: {replicate: [RANKS]}
+  optimizer: {name: sgd, weight_decay: 0.1}
+  lane: fp64
+checks: [equivalence, replicas, norm, traffic, memory, active]
+steps: 3
+"""
+#: Name of a scenario -> workload, classes of tests/support/followed.py, numbers of ranks.
+SCENARIOS = {
+    "sound": (GPT, "Averaging Equal Scheduled Given Version2", "1, 3"),
+    "broken": (
+        GPT,
+        "CountsMicroBatches LacksOne Invents EqualButStill EqualButApart ScheduledLate GivenOfOne",
+        "2",
+    ),
+    "moved": (OWN, "MovesBuffer", "1, 3"),
+    "unmoved": (OWN, "MovesByLocalCounts ForgetsToMove", "2"),
+    "global": (EXPERTS.replace("SCOPE", "global"), "AddsTerms", "1, 2, 5"),
+    "rank": (EXPERTS.replace("SCOPE", "rank"), "AddsTerms", "2, 5"),
+    "micro-batch": (EXPERTS.replace("SCOPE", "micro-batch"), "AddsTerms Version2", "2"),
+    "wrong-terms": (
+        EXPERTS.replace("SCOPE", "global"),
+        "TermOfThisRank TermOfMicroBatches TermTimesRanks LeavesTermsOut Version2",
+        "2",
+    ),
+}
+SOUND = ("sound", "moved", "global", "rank", "micro-batch")
 
 
-def experts(scope: str, micro_batches: int = 2) -> WorkloadSpec:
-    params = {"channels": 4, "layers": 2, "scope": scope}
-    return WorkloadSpec(
-        "digits_experts", global_batch=12, micro_batches=micro_batches, params=params
-    )
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[tuple[str, str]]]]:
+    """Scenario -> class -> verdict and reason of each of its cases: one run of all."""
+    folder, files = tmp_path_factory.mktemp("contract3"), []
+    for name, (workload, systems, ranks) in SCENARIOS.items():
+        classes = ", ".join(f'"followed:{system}"' for system in systems.split())
+        text = SCENARIO.replace("NAME", name).replace("WORKLOAD", workload)
+        files.append(folder / f"{name}.yaml")
+        files[-1].write_text(text.replace("SYSTEMS", classes).replace("RANKS", ranks))
+    paths = (ROOT, ROOT / "tests/support", Path(__file__).parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-m", "shardproof", "run", *map(str, files), "-j", "1"]
+    subprocess.run([*command, "--results", str(folder / "run")], env=env, cwd=folder, check=False)
+    found: dict[str, dict[str, list[tuple[str, str]]]] = {}
+    for line in (folder / "run/cases.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "verdict" in row:
+            scenario, system = row["id"].split("::")[:2]
+            of = found.setdefault(scenario.partition("[")[0], {})
+            of.setdefault(system.partition(":")[2], []).append(
+                (row["verdict"], row["reason"] or "")
+            )
+    return found
 
 
-def judged(name: str, folder: Path, world: int = 2, **more: object) -> tuple[str, str]:
-    """Verdict and reason of a class of tests/support/followed.py."""
-    more = {"workload": SMALL, "backends": ("in_memory",), **more}
-    [row] = prove(f"{HERE}:{name}", worlds=(world,), results=folder, **more).itertuples()  # type: ignore[arg-type]
-    return row.verdict, row.reason or ""
-
-
-@pytest.mark.parametrize("name", ["Averaging", "Equal", "Scheduled", "Given", "Version2"])
-@pytest.mark.parametrize("world", [1, 3])
-def test_sound_state_passes(name: str, world: int, tmp_path: Path) -> None:
-    assert judged(name, tmp_path / "run", world) == ("pass", "")
+def test_sound_systems_pass(told: dict[str, dict[str, list[tuple[str, str]]]]) -> None:
+    for scenario in SOUND:
+        for system, cases in told[scenario].items():
+            assert [verdict for verdict, _ in cases] == ["pass"] * len(cases), (system, cases)
+        assert {*told[scenario]} == {*SCENARIOS[scenario][1].split()}
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("scenario", "system", "says"),
     [
-        ("CountsMicroBatches", "'updates' was updated 2 times (once a micro-batch"),
-        ("LacksOne", "no rank shows 'average."),
-        ("Invents", "there is 'more', which has no rule"),
-        ("EqualButStill", "'temperature' is after the last step what it was after setup"),
-        ("EqualButApart", "replicas"),
-        ("ScheduledLate", "the update used optimizer.weight_decay, optimizer.momentum of step 0"),
-        ("GivenOfOne", "'largest'"),
+        ("broken", "CountsMicroBatches", "'updates' was updated 2 times (once a micro-batch"),
+        ("broken", "LacksOne", "no rank shows 'average."),
+        ("broken", "Invents", "there is 'more', which has no rule"),
+        ("broken", "EqualButStill", "'temperature' is after the last step what it was after setup"),
+        ("broken", "EqualButApart", "elements of 'temperature'"),
+        (
+            "broken",
+            "ScheduledLate",
+            "the update used optimizer.weight_decay of step 0, not of step 1",
+        ),
+        ("broken", "GivenOfOne", "'largest'"),
+        ("unmoved", "MovesByLocalCounts", "'bias'"),
+        ("unmoved", "ForgetsToMove", "'bias' stands as it was before step 0"),
+        (
+            "wrong-terms",
+            "TermOfThisRank",
+            "'balance' is computed over each rank, not over the global batch and counts 0.5 times",
+        ),
+        ("wrong-terms", "TermOfMicroBatches", "'balance' is computed over each micro-batch"),
+        ("wrong-terms", "TermTimesRanks", "'balance' counts 2 times"),
+        ("wrong-terms", "LeavesTermsOut", "'balance' was left out"),
     ],
 )
-def test_each_broken_promise_of_state_is_seen(name: str, says: str, tmp_path: Path) -> None:
-    verdict, reason = judged(name, tmp_path / "run")
+def test_each_broken_promise_is_seen(
+    told: dict[str, dict[str, list[tuple[str, str]]]], scenario: str, system: str, says: str
+) -> None:
+    [(verdict, reason)] = told[scenario][system]
     assert verdict == "fail"
     assert says in reason
 
 
-def test_a_buffer_is_moved_after_the_update(tmp_path: Path) -> None:
-    work = {"workload": WorkloadSpec("test_extra_state:counting", global_batch=12)}
-    for world in (1, 3):
-        assert judged("MovesBuffer", tmp_path / f"{world}", world, **work) == ("pass", "")
-    for name in ("MovesByLocalCounts", "ForgetsToMove"):
-        verdict, reason = judged(name, tmp_path / name, **work)
-        assert verdict == "fail" and "'bias'" in reason
-
-
-@pytest.mark.parametrize("scope", ["global", "rank", "micro-batch"])
-def test_terms_of_every_scope_pass(scope: str, tmp_path: Path) -> None:
-    for world in (1, 2, 5):
-        found = judged("AddsTerms", tmp_path / f"{world}", world, workload=experts(scope))
-        assert found == ("pass", "")
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("TermOfThisRank", "'balance' is computed over each rank, not over the global batch"),
-        ("TermOfMicroBatches", "'balance' is computed over each micro-batch"),
-        ("TermTimesRanks", "'balance' counts 2 times"),
-        ("LeavesTermsOut", "'balance' was left out"),
-    ],
-)
-def test_each_wrong_term_is_seen(name: str, says: str, tmp_path: Path) -> None:
-    verdict, reason = judged(name, tmp_path / "run", workload=experts("global"))
-    assert verdict == "fail"
-    assert says in reason
-
-
-def test_a_class_of_version_2_has_terms_of_micro_batches_and_no_others(tmp_path: Path) -> None:
-    micro = judged("Version2", tmp_path / "micro", workload=experts("micro-batch"))
-    assert micro == ("pass", "")
-    verdict, reason = judged("Version2", tmp_path / "global", workload=experts("global"))
-    assert verdict == "skip"
-    assert "adds up no loss term of scope 'global'" in reason
+def test_a_class_of_version_2_is_not_asked_for_terms_over_the_global_batch(
+    told: dict[str, dict[str, list[tuple[str, str]]]],
+) -> None:
+    [(verdict, reason)] = told["wrong-terms"]["Version2"]
+    assert (verdict, "no loss term of scope 'global'" in reason) == ("skip", True)
 
 
 @pytest.mark.parametrize(

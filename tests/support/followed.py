@@ -216,10 +216,10 @@ class Given(ByHand):
 
 
 class GivenOfOne(Given):
-    """Only the first parameter's gradient is looked at."""
+    """Only the last parameter's gradient is looked at."""
 
     def seen(self):
-        return next(iter(self.named.values())).grad.abs().max()
+        return next(reversed(self.named.values())).grad.abs().max()
 
 
 class MovesBuffer(ByHand):

@@ -63,10 +63,13 @@ def _tries(
     evidence: Evidence, step: int, term: LossTerm, values: Mapping[Scope, float]
 ) -> Iterator[tuple[float, str]]:
     yield 0.0, "was left out"
-    for scope, value in values.items():
-        if scope != term.scope:
-            over = f"{_OVER[scope]}, not over {_OVER[term.scope]}"
-            yield value, f"is computed over {over}"
-    for name, number in fits.known(evidence, step).items():
-        for times in (number, 1 / number):
-            yield times * values[term.scope], f"counts {times:.4g} times (by the {name})"
+    factors = {name: float(number) for name, number in fits.known(evidence, step).items()}
+    counted = [(1.0, "")]
+    for name, number in factors.items():
+        counted += [(n, f"counts {n:.4g} times ({name}: {number:g})") for n in (number, 1 / number)]
+    for times, how in counted:
+        for scope, value in values.items():
+            over = f"is computed over {_OVER[scope]}, not over {_OVER[term.scope]}"
+            sentence = " and ".join(filter(None, (over if scope != term.scope else "", how)))
+            if sentence:
+                yield times * value, sentence

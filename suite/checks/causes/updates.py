@@ -138,9 +138,13 @@ def _tries(
     yield (lambda: update.before), "no update was made"
     yield from _swaps(update, wrong)
     for other in (n for n in range(3 * evidence.case.steps) if n != step):
-        if (changed := rules.spec(spec, other)) != spec:
-            told = ", ".join(name for name in rules.fed_back)
-            yield of(spec=changed), f"the update used {told} of step {other}, not of step {step}"
+        settings = rules.settings(other)
+        for names in (settings, *((name,) for name in settings if len(settings) > 1)):
+            changed = replace(spec, **{name: settings[name] for name in names})
+            told = ", ".join(follows.SETTING + name for name in names)
+            if changed != spec:
+                late = f"the update used {told} of step {other}, not of step {step}"
+                yield of(spec=changed), late
     decays = [spec.weight_decay, *(group.weight_decay for group in spec.groups)]
     if any(decays):
         yield of(spec=_decayed(spec, [0.0] * len(decays))), "weight decay was left out"
