@@ -49,7 +49,8 @@ class Terms:
             )
         outputs = []
         for micro in micro_batches:
-            engine.handle.accumulate(is_last=not several)
+            if not several:
+                engine.handle.accumulate(is_last=True)
             outputs.append(engine.module(engine.precision.cast_inputs(micro.inputs)))
         pairs = list(zip(outputs, micro_batches, strict=True))
         losses = [engine.loss_of(*pair) for pair in pairs]
