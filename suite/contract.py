@@ -369,7 +369,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Now:
-    """What :meth:`Implementation.follow` computes from: ``step``, and whole tensors right after it.
+    """What :meth:`Implementation.given_state` computes from: ``step``, and whole tensors right after it.
 
     ``was``: further state, and moved buffers, before the update; ``step`` -1, without any: right
     after ``setup``.  ``buffers``: those of each data coordinate, as its forwards left them.
@@ -477,7 +477,7 @@ class Capabilities:
       Names: ``was``, ``parameter`` and ``gradient`` (the update is done), ``step`` (from 0), and
       ``lr``, ``weight_decay``, ``momentum``, ``eps`` of the spec.  Functions: ``min max abs sign
       sqrt cos power``.  Without ``START ->`` the first value is free.
-    * ``given``: what :meth:`Implementation.follow` computes.
+    * ``given``: what :meth:`Implementation.given_state` computes.
     * ``equal``: anything that is equal on all ranks, in a checkpoint, and changes at least once.
 
     ``optimizer.weight_decay``, ``optimizer.momentum``, ``optimizer.eps``, ``optimizer.lr``: what
@@ -676,9 +676,9 @@ class Implementation(ABC):
         return {}
 
     @classmethod
-    def follow(cls, now: Now, options: Options) -> Mapping[str, Tensor]:
+    def given_state(cls, now: Now, options: Options) -> Mapping[str, Tensor]:
         """The right values of all state whose rule is ``given``, as a function of ``now`` alone."""
-        raise Refused(f"{cls.__name__} has no follow")
+        raise Refused(f"{cls.__name__} has no given_state")
 
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
         """Overwrite this rank's state of ``kind``, without communication (teacher forcing).

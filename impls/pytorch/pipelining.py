@@ -449,7 +449,7 @@ class Pipelining(Saves):
         if kind == "gradients":
             named = [(n, p.grad) for n, p in self.trainable.items() if p.grad is not None]
         else:
-            named = list(self.named(kind))
+            named = [] if kind == "extra" else list(self.named(kind))
         return [piece for name, tensor in named for piece in self.pieces(name, tensor)]
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:

@@ -180,9 +180,9 @@ class _Rank:
         held = {kind: [*map(_copy, pieces)] for kind, pieces in own.items()}
         self.implementation.close()
         self._set_up(self.members.mesh, self._state(other=True))
-        for kind, pieces in held.items():
+        for kind in self.loaded:
             try:
-                self.implementation.load_pieces(kind, pieces)
+                self.implementation.load_pieces(kind, held[kind])
             except Refused as error:
                 raise CannotReload(f"refuses load_pieces: {error}") from error
 

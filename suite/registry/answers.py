@@ -89,10 +89,10 @@ def _extra(system: Implementation, rank: int) -> list[Piece]:
 
 
 def followed(system: type[Implementation], options: Options, now: Now) -> dict[str, Tensor]:
-    """``follow(now, options)``."""
-    method = "follow(now, options)"
+    """``given_state(now, options)``."""
+    method = "given_state(now, options)"
     try:
-        told = system.follow(now, options)
+        told = system.given_state(now, options)
     except Exception as error:
         raise BrokenContract(f"{system.__name__}.{method} raised {error!r}") from error
     return tensors(system, method, told, "a dict of tensors by name")

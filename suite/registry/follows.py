@@ -3,7 +3,7 @@
     "parameter -> 0.9 * was + 0.1 * parameter"    begins as the parameter; an average from then on
     "0 -> was + 1"                                counts the updates
     "0.1 * (1 - step / 10)"                       a schedule; any value before the first step
-    "given"                                       what Implementation.follow computes
+    "given"                                       what Implementation.given_state computes
     "equal"                                       equal on all ranks, saved, and moved at least once
 
 A rule is text, so that the judge computes it without any code of the system's.  All is computed in
@@ -138,7 +138,7 @@ class Follows:
         found = ((rule, rule.owner(name)) for rule in self.rules)
         return next(((rule, owner) for rule, owner in found if owner is not None), None)
 
-    def settings(self, step: int) -> dict[str, float]:
+    def settings(self, step: int) -> dict[str, Any]:
         """Fields of the optimizer's spec, as the update of ``step`` uses them."""
         settings = (rule for rule in self.rules if rule.name.startswith(SETTING))
         known = self._known(step)

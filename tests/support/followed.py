@@ -195,7 +195,7 @@ class Given(ByHand):
     rules: ClassVar = {"largest": "given"}
 
     @classmethod
-    def follow(cls, now, options):
+    def given_state(cls, now, options):
         if now.step < 0:
             return {"largest": torch.zeros(())}
         sizes = [g.abs().max() for g in now.gradients.values()]
@@ -228,7 +228,7 @@ class MovesBuffer(ByHand):
     rules: ClassVar = {"bias": "given", "load": "given"}
 
     @classmethod
-    def follow(cls, now, options):
+    def given_state(cls, now, options):
         total = sum(own["load"].double() for own in now.buffers)
         moved = now.was["bias"].double() + 0.01 * torch.sign(total.mean() - total)
         return {"bias": moved, "load": torch.zeros_like(total)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from shardproof.checks.causes import fits
@@ -51,11 +52,11 @@ def _statistics(
 
 def _values(term: LossTerm, parts: Sequence[Sequence[Tensor]]) -> dict[Scope, float]:
     """The term over each scope, added up."""
-    ranks = [sum(own) for own in parts if own]
+    ranks = [torch.stack([*own]).sum(0) for own in parts if own]
     return {
-        "micro-batch": sum(float(term.value(one)) for own in parts for one in own),
-        "rank": sum(float(term.value(own)) for own in ranks),  # type: ignore[arg-type]
-        "global": float(term.value(sum(ranks))),  # type: ignore[arg-type]
+        "micro-batch": sum((float(term.value(one)) for own in parts for one in own), 0.0),
+        "rank": sum((float(term.value(own)) for own in ranks), 0.0),
+        "global": float(term.value(torch.stack(ranks).sum(0))),
     }
 
 

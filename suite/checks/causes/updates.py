@@ -137,13 +137,13 @@ def _tries(
     # Functions, because each costs an optimizer step and most are never asked.
     yield (lambda: update.before), "no update was made"
     yield from _swaps(update, wrong)
-    for other in (n for n in range(3 * evidence.case.steps) if n != step):
-        settings = rules.settings(other)
+    for number in (n for n in range(3 * evidence.case.steps) if n != step):
+        settings = rules.settings(number)
         for names in (settings, *((name,) for name in settings if len(settings) > 1)):
             changed = replace(spec, **{name: settings[name] for name in names})
             told = ", ".join(follows.SETTING + name for name in names)
             if changed != spec:
-                late = f"the update used {told} of step {other}, not of step {step}"
+                late = f"the update used {told} of step {number}, not of step {step}"
                 yield of(spec=changed), late
     decays = [spec.weight_decay, *(group.weight_decay for group in spec.groups)]
     if any(decays):
