@@ -19,7 +19,7 @@ from shardproof.checks.causes import fits
 from shardproof.contract import OptimizerSpec, is_outer
 from shardproof.evidence.assembled import CoordinateEvidence, Evidence
 from shardproof.oracle import optimizers, training
-from shardproof.registry import follows
+from shardproof.oracle.asked import follows_of
 from shardproof.workloads import for_case
 
 Tensors = Mapping[str, Tensor]
@@ -72,7 +72,7 @@ class Update:
 
 def update_of(evidence: Evidence, step: int) -> Update:
     """Update ``step`` from the system's own state and the gradients that it shows."""
-    rules = follows.of_system(evidence.case, evidence.declaration)
+    rules = follows_of(evidence.case, evidence.declaration)
     spec = rules.spec(evidence.case.optimizer, step)
     spec = replace(spec, lr=spec.lr * evidence.members[step].rate)
     point = "after_clip" if spec.clip_norm is not None else "gradients_final"

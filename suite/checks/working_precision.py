@@ -36,7 +36,7 @@ from shardproof.contract import Piece
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.oracle import training
 from shardproof.oracle.truth import Tensors, TruthStep
-from shardproof.registry import follows
+from shardproof.oracle.asked import follows_of
 from shardproof.workloads import Workload, for_case, make
 
 #: Tensors of fewer elements have too few errors to be judged alone.
@@ -84,7 +84,7 @@ def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
     twin = make(case.workload, own.found.widest, case.lane, case.compute_dtype)
 
     def steps_of(workload: Workload, precision: Mapping[str, str]) -> list[TruthStep]:
-        rules = follows.of_system(case, evidence.declaration)
+        rules = follows_of(case, evidence.declaration)
         way = training.Way(precision, changing, forced=forced, follows=rules)
         size = case.data_coordinates, case.steps
         return training.train(workload, case.optimizer, *size, rule, way).steps

@@ -6,14 +6,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from shardproof.contract import OUTER, Implementation, Options, is_outer
+from shardproof import registry
+from shardproof.case import Case
+from shardproof.contract import OUTER, Capabilities, Implementation, Options, is_outer
 from shardproof.oracle.training import Tensors, copies
-from shardproof.registry.answers import asked, broken, tensors
+from shardproof.registry import follows
+from shardproof.registry.answers import asked, broken, followed, tensors
 from shardproof.registry.declaration import BrokenContract
+from shardproof.registry.follows import Follows
+
+
+def follows_of(case: Case, declared: Capabilities) -> Follows:
+    """The rules of further state of the system of ``case``; its class is loaded where it computes
+    some itself.
+    """
+    found = follows.of_rules(declared.follows, case.optimizer)
+    if all(rule.text != follows.GIVEN for rule in found.rules):
+        return found
+    system = registry.load(case.implementation)
+    return replace(found, given=partial(followed, system, case.options))
 
 
 class _Asked:

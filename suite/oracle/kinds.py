@@ -20,10 +20,9 @@ from pathlib import Path
 from shardproof.case import Case
 from shardproof.contract import Event, Implementation, Meeting
 from shardproof.oracle import apart, members, replay, training, trajectories
-from shardproof.oracle.asked import Emulator, Meets
+from shardproof.oracle.asked import Emulator, Meets, follows_of
 from shardproof.oracle.rounded import Rounded
 from shardproof.oracle.truth import Truth
-from shardproof.registry import follows
 from shardproof.registry.declaration import Declaration
 from shardproof.registry.follows import Follows
 from shardproof.workloads import Workload
@@ -54,7 +53,7 @@ class Oracle(ABC):
     @property
     def follows(self) -> Follows:
         """The rules of further state."""
-        return follows.of_system(self.case, self.declaration)
+        return follows_of(self.case, self.declaration)
 
     @property
     def meeting(self) -> Meeting | None:

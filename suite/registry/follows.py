@@ -16,14 +16,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial, reduce
+from functools import cached_property, lru_cache, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardproof import registry
-from shardproof.case import Case
 from shardproof.contract import Capabilities, Now, OptimizerSpec
 from shardproof.costs.expression import FormulaError, Functions, Grammar, parse
 
@@ -66,7 +64,7 @@ _GRAMMAR = Grammar(_named, lambda: [*_NAMES, "pi"], _FUNCTIONS, float)
 
 
 @dataclass(frozen=True)
-class Rule:
+class StateRule:
     """The rule of ``name``, which may end with ``*``: then there is one for each parameter."""
 
     name: str
@@ -97,7 +95,7 @@ class Rule:
 def problem(declared: Capabilities) -> str:
     """What is wrong with the rules that a system declares; empty: nothing."""
     for name, text in declared.follows.items():
-        rule, setting = Rule(name, text), name.removeprefix(SETTING)
+        rule, setting = StateRule(name, text), name.removeprefix(SETTING)
         if "*" in name.removesuffix("*"):
             return f"follows: {name!r} has a '*' that is not its end"
         if name.startswith(SETTING) and setting not in SETTINGS:
@@ -126,14 +124,14 @@ class Follows:
     such rule can be asked).
     """
 
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[StateRule, ...] = ()
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     given: Callable[[Now], Mapping[str, Tensor]] | None = field(default=None, compare=False)
 
     def __bool__(self) -> bool:
         return bool(self.rules)
 
-    def rule_of(self, name: str) -> tuple[Rule, str] | None:
+    def rule_of(self, name: str) -> tuple[StateRule, str] | None:
         """The rule of state ``name``, and the parameter that it belongs to (empty: none)."""
         found = ((rule, rule.owner(name)) for rule in self.rules)
         return next(((rule, owner) for rule, owner in found if owner is not None), None)
@@ -191,15 +189,4 @@ def of_rules(rules: Mapping[str, str], optimizer: OptimizerSpec) -> Follows:
 
 @lru_cache(maxsize=64)
 def _kept(rules: tuple[tuple[str, str], ...], optimizer: OptimizerSpec) -> Follows:
-    return Follows(tuple(Rule(name, text) for name, text in rules), optimizer)
-
-
-def of_system(case: Case, declared: Capabilities) -> Follows:
-    """The rules of the system of ``case``, whose class is loaded where it computes some itself."""
-    found = of_rules(declared.follows, case.optimizer)
-    if all(rule.text != GIVEN for rule in found.rules):
-        return found
-    from shardproof.registry import answers
-
-    system = registry.load(case.implementation)
-    return dataclasses.replace(found, given=partial(answers.followed, system, case.options))
+    return Follows(tuple(StateRule(name, text) for name, text in rules), optimizer)

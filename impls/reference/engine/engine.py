@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,21 +35,19 @@ from shardproof.contract import (
 from shardproof.impls.reference.engine.choices import (
     Checkpoints,
     Compressing,
-    Followed,
     OfBoth,
     Saved,
     Training,
     collectives_of,
 )
 from shardproof.impls.reference.engine.handle import Context, Handle
-from shardproof.impls.reference.engine.late import LateParts
+from shardproof.impls.reference.engine.late import Following
 from shardproof.impls.reference.engine.norm import clip_factor, total_norm
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     make_slots,
     seed_state,
     set_learning_rate,
-    set_weight_decay,
     slot_pieces,
 )
 from shardproof.impls.reference.engine.options import parse_options
@@ -62,12 +59,11 @@ if TYPE_CHECKING:
     from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
     from shardproof.impls.reference.checkpoint.loading import Loaded
     from shardproof.impls.reference.checkpoint.saver import Saver
-    from shardproof.impls.reference.engine.averages import Averages
     from shardproof.impls.reference.engine.masters import Masters
     from shardproof.impls.reference.engine.recompute import Group
 
 
-class Engine(LateParts):
+class Engine(Following):
     """An implementation around one :class:`~shardproof.impls.reference.engine.handle.Handle`."""
 
     #: The dataclass that the options become.
@@ -158,11 +154,7 @@ class Engine(LateParts):
         if self.masters_type.wanted(groups, self.built, self.host):
             self.masters = self.masters_type(groups, self.built, self.host)
             groups = self.masters.groups
-        followed = self.summing(self.given)
-        self.followed = followed if isinstance(followed, Followed) else Followed()
-        self.averages: Averages | None = None
-        if self.followed.average:
-            self.averages = self.averages_type(groups, self.followed.average)
+        self.begin_following(self.summing(self.given), groups)
         return build_optimizer(self.spec, groups)
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
@@ -181,8 +173,7 @@ class Engine(LateParts):
                 self.clip(norm, self.spec.clip_norm)
                 observe("after_clip")
             set_learning_rate(self.optimizer, self.spec, batch.step)
-            if self.followed.decay_rate != 1:
-                set_weight_decay(self.optimizer, self.decay_at(batch.step))
+            self.set_decay(batch.step)
             self.update()
         self.steps_done = batch.step + 1
         # After a skipped update as well: collectives must be the same in every step.
@@ -223,10 +214,6 @@ class Engine(LateParts):
         if self.masters:
             self.masters.copy_up()
 
-    def decay_at(self, step: int) -> float:
-        """Weight decay of ``step``, of groups without their own."""
-        return self.spec.weight_decay * self.followed.decay_rate**step
-
     def backward(self, batch: Batch) -> Tensor | None:
         """Forward and backward of every micro-batch; the sum of their detached losses.
 
@@ -261,21 +248,6 @@ class Engine(LateParts):
         # Not placed like the rest: it is this rank's own, wherever its parameters are split.
         return held + self.kept_pieces() if kind == "optimizer" else held
 
-    def extra_state(self) -> list[Piece]:
-        """Averages, and the weight decay of the last update."""
-        pieces = self.held_pieces("extra")
-        found = [replace(p, name=f"average.{p.name.rpartition('.')[0]}") for p in pieces]
-        if self.followed.decay_rate != 1:
-            last = max(0, self.steps_done - 1)
-            decay = torch.tensor(self.decay_at(last), dtype=torch.float64)
-            found.append(Piece.whole("optimizer.weight_decay", decay, replica=self.mesh.rank))
-        return found
-
-    def saved_pieces(self, kind: Kind) -> list[Piece]:
-        """What a checkpoint has of ``kind``: averages are saved as the optimizer's slots are."""
-        more = self.held_pieces("extra") if kind == "optimizer" else []
-        return self.held_pieces(kind) + more
-
     def held_pieces(self, kind: Kind) -> list[Piece]:
         """Parameters, gradients, buffers, slots and masters of the optimizer, or averages."""
         if kind == "extra":
@@ -296,13 +268,11 @@ class Engine(LateParts):
         Optimizer slots that do not exist yet, before the first step, are made.
         """
         self.finish_copies()
-        if kind == "extra":
-            copy_pieces(self.extra_state(), pieces)
-            return
         if kind == "optimizer":
             # The reducer comes first: what it has yet to make must not become an optimizer slot.
             pieces = self.reducer.load_pieces(pieces_on(self.mesh.device, pieces))
-        rest = copy_pieces(self.held_pieces(kind), pieces)
+        held = self.extra_state() if kind == "extra" else self.held_pieces(kind)
+        rest = copy_pieces(held, pieces)
         self.settle(kind)
         if rest and kind == "optimizer":
             make_slots(self.optimizer, rest, self.host)

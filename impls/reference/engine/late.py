@@ -7,10 +7,17 @@ set up or first saves, never in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from shardproof.contract import Implementation
+import torch
+
+from shardproof.comm import Mesh
+from shardproof.contract import Implementation, Kind, OptimizerSpec, Piece
+from shardproof.impls.reference.engine.choices import Followed
+from shardproof.impls.reference.engine.optimizer import set_weight_decay
 
 if TYPE_CHECKING:
     from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
@@ -94,3 +101,47 @@ class LateParts(Implementation):
         from shardproof.impls.reference.engine.offload import HostMemory
 
         return HostMemory
+
+
+class Following(LateParts):
+    """State of an engine that follows training: averages, and a schedule of weight decay."""
+
+    mesh: Mesh
+    spec: OptimizerSpec
+    optimizer: torch.optim.Optimizer
+    steps_done: int
+
+    def begin_following(self, options: object, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Begin as ``options`` say, over what the optimizer updates."""
+        self.followed = options if isinstance(options, Followed) else Followed()
+        self.averages: Averages | None = None
+        if self.followed.average:
+            self.averages = self.averages_type(groups, self.followed.average)
+
+    def set_decay(self, step: int) -> None:
+        """Set the weight decay of ``step``, if it changes."""
+        if self.followed.decay_rate != 1:
+            set_weight_decay(self.optimizer, self.decay_at(step))
+
+    def decay_at(self, step: int) -> float:
+        """Weight decay of ``step``, of groups without their own."""
+        return self.spec.weight_decay * self.followed.decay_rate**step
+
+    def extra_state(self) -> list[Piece]:
+        """Averages, and the weight decay of the last update."""
+        pieces = self.held_pieces("extra")
+        found = [replace(p, name=f"average.{p.name.rpartition('.')[0]}") for p in pieces]
+        if self.followed.decay_rate != 1:
+            last = max(0, self.steps_done - 1)
+            decay = torch.tensor(self.decay_at(last), dtype=torch.float64)
+            found.append(Piece.whole("optimizer.weight_decay", decay, replica=self.mesh.rank))
+        return found
+
+    def saved_pieces(self, kind: Kind) -> list[Piece]:
+        """What a checkpoint has of ``kind``: averages are saved as the optimizer's slots are."""
+        more = self.held_pieces("extra") if kind == "optimizer" else []
+        return self.held_pieces(kind) + more
+
+    @abstractmethod
+    def held_pieces(self, kind: Kind) -> list[Piece]:
+        """The engine's; of kind ``extra`` averages, as slots of their parameters."""

@@ -12,7 +12,7 @@ from shardproof.checks.causes import fits
 from shardproof.contract import BufferRule, MicroBatch
 from shardproof.evidence.assembled import Evidence
 from shardproof.oracle import training
-from shardproof.registry import follows
+from shardproof.oracle.asked import follows_of
 from shardproof.workloads import for_case
 
 _RULES: tuple[BufferRule, ...] = ("rank0", "per_rank", "synced")
@@ -69,7 +69,7 @@ def _made_otherwise(
         own_way = f"it follows this rank's own batches from the values {told}"
         yield moved[name], f"{name!r} was never sent: {own_way}"
     counts = case.workload.micro_batch_counts(case.data_coordinates)
-    rules = follows.of_system(case, evidence.declaration)
+    rules = follows_of(case, evidence.declaration)
     changing = evidence.members if case.changes_members else ()
     way = training.Way(case.precision, changing, follows=rules)
     for rule in _RULES:

@@ -20,6 +20,7 @@ from shardproof.checks.one_update import Update, update_of
 from shardproof.contract import OptimizerSpec, Piece
 from shardproof.evidence.assembled import CoordinateEvidence, Evidence
 from shardproof.evidence.held import part
+from shardproof.oracle.asked import follows_of
 from shardproof.registry import follows
 
 #: What may be left over of an update, by dtype: differences of values have lost digits.
@@ -129,7 +130,7 @@ def _tries(
     evidence: Evidence, update: Update, step: int, wrong: Sequence[str]
 ) -> Iterator[tuple[Callable[[], Tensors], str]]:
     """Updates as they are often made, and what to say of them."""
-    spec, rules = update.spec, follows.of_system(evidence.case, evidence.declaration)
+    spec, rules = update.spec, follows_of(evidence.case, evidence.declaration)
 
     def of(**changed: Any) -> Callable[[], Tensors]:
         return lambda: replace(update, **changed).make().parameters

@@ -26,7 +26,7 @@ from shardproof.checks.one_update import wide
 from shardproof.contract import Now
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.evidence.records import ComparisonRow
-from shardproof.registry import follows
+from shardproof.oracle.asked import follows_of
 from shardproof.registry.follows import EQUAL, SETTING, Follows
 
 Tensors = Mapping[str, Tensor]
@@ -37,7 +37,7 @@ def measure(evidence: Evidence, step: int, rows: list[ComparisonRow]) -> None:
 
     :raises Differs: it is not what its rules say.
     """
-    rules = follows.of_system(evidence.case, evidence.declaration)
+    rules = follows_of(evidence.case, evidence.declaration)
     if not rules:
         return
     state = _held(evidence, step)
