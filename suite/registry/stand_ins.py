@@ -182,9 +182,9 @@ class StandIn(Implementation):
         return AskedMeeting(cls, cls.ask_plain(int, meeting, dict(options)))
 
     @classmethod
-    def follow(cls, now: Any, options: Options) -> Any:
+    def given_state(cls, now: Any, options: Options) -> Any:
         """The right values of further state that no formula gives (contract version 3)."""
-        return cls.ask(follow, vars(now), dict(options))
+        return cls.ask(given_state, vars(now), dict(options))
 
     @classmethod
     def offers(cls, options: Options, backend: str, world: int) -> Any:
@@ -332,11 +332,11 @@ def called(path: str, number: int, method: str, *given: Any) -> Any:
     return getattr(made, method)(*given)
 
 
-def follow(path: str, now: Mapping[str, Any], options: Options) -> Any:
+def given_state(path: str, now: Mapping[str, Any], options: Options) -> Any:
     """The right values of further state."""
     system: Any = registry.load(path)
     version: Any = contract  # 2 has no such method, and so nobody asks
-    return system.follow(version.Now(**now), options)
+    return system.given_state(version.Now(**now), options)
 
 
 def offers(path: str, options: Options, backend: str, world: int) -> Any:
