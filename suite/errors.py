@@ -45,6 +45,13 @@ class SelectionError(InputError):
     """A selection (``-k``, ``--impl``, a name) that cannot be read or matches nothing."""
 
 
+class MachineError(RuntimeError):
+    """This machine cannot run what was asked for, whatever the system; the message has the remedy.
+
+    The command line prints it and ends with exit code 3.
+    """
+
+
 class LaunchError(InputError):
     """Ranks that were started in a way in which they cannot work together."""
 

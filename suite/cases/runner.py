@@ -7,16 +7,18 @@ lists the files through which one case can be followed.
 from __future__ import annotations
 
 import shutil
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.cases import kinds
+from shardproof.cases import kinds, room
 from shardproof.cases.leader import CaseTask, leaves_no_trace, run_case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult
@@ -27,6 +29,7 @@ from shardproof.launch.nodes import Nodes
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.launch.rank_process import LAST_RESORT
 from shardproof.launch.ranks import Forked, RankHost
+from shardproof.launch.workspace import ROOMY_BYTES, Workspace
 from shardproof.registry import declaration, preflight
 from shardproof.registry.stand_ins import needed
 
@@ -92,7 +95,8 @@ class Session:
     """
 
     def __init__(self, jobs: int, nodes: Nodes | None = None) -> None:
-        self._pool = Pool(jobs, tasks=(run_case,))
+        self._pool, self._jobs = Pool(jobs, tasks=(run_case,)), jobs
+        self._disk = Workspace(Path(tempfile.gettempdir()))
         self._made = 0
         self._nodes = nodes
         self._over_mpi = False
@@ -100,12 +104,22 @@ class Session:
     def __enter__(self) -> Session:
         self._pool.__enter__()
         self._pool.fork_server.preload("shardproof.cases.preloaded")
-        self._oracles = self._pool.folder / "oracles"
-        self._oracles.mkdir(mode=0o700)
+        self._oracles = self._pool.folder / "oracles", self._disk.__enter__() / "oracles"
+        for folder in self._oracles:
+            folder.mkdir(mode=0o700)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.__exit__()
+        try:
+            self._pool.__exit__()
+        finally:
+            self._disk.__exit__()
+
+    @property
+    def _cache(self) -> Path:
+        """Where an oracle is kept for other cases: on disk where memory is short."""
+        near, on_disk = self._oracles
+        return near if shutil.disk_usage(near).free >= ROOMY_BYTES else on_disk
 
     def run(
         self,
@@ -114,7 +128,11 @@ class Session:
         on_account: OnAccount | None = None,
         course: Course = WHOLE,
     ) -> tuple[list[CaseResult], list[Case]]:
-        """As :func:`run_cases`."""
+        """As :func:`run_cases`.
+
+        :raises MachineError: work folders have no room for them.
+        """
+        room.require(cases, self._jobs)
         return run_cases(cases, 1, on_result, on_account, course, judge=self.judge)
 
     def judge(self, cases: Iterable[Case]) -> Generator[Judged, None, None]:
@@ -125,7 +143,7 @@ class Session:
                 self._made += 1
                 workdir = self._pool.folder / f"case{self._made}"
                 seconds = 2 * LAST_RESORT * case.deadline + JUDGING_SECONDS
-                yield case.id, CaseTask(case, workdir, self._oracles, self._host(case)), seconds
+                yield case.id, CaseTask(case, workdir, self._cache, self._host(case)), seconds
 
         # The pool calls run_case(task) (cases/leader.py) in another process.  What that
         # returned is end.value; an end without a value is a case that broke its judge.

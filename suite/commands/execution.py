@@ -14,7 +14,7 @@ import typer
 
 from shardproof import report, verdicts
 from shardproof.case import Case
-from shardproof.cases import kills, runner
+from shardproof.cases import kills, room, runner
 from shardproof.checks.results import CaseResult, Kill, LeftOut
 from shardproof.commands import options
 from shardproof.commands.console import FaultProgress, Progress, echo, make_console, print_line
@@ -71,6 +71,8 @@ def run_and_exit(
     if how.dry_run:
         _show_plan(schedule, "" if cases else f": {len(kept)} results are there")
         return
+    if elsewhere is None:
+        room.require(schedule.chosen, jobs)
     with open_folder(session.results) as folder:
         if cut is not None and shard is not None:
             folder.cut(cut, shard, whole)

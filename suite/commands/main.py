@@ -32,7 +32,7 @@ from shardproof.commands import (
     scenario_files,
 )
 from shardproof.commands.console import echo, mute
-from shardproof.errors import InputError, Problem
+from shardproof.errors import InputError, MachineError, Problem
 from shardproof.files import UNWRITABLE
 
 #: Help texts are laid out here, so click must not fill their lines again (``\b``).
@@ -140,6 +140,9 @@ def main(command: typer.Typer = app) -> None:
         for problem in error.problems:
             echo(str(problem), err=True)
         sys.exit(verdicts.BAD_INPUT)
+    except MachineError as error:
+        echo(f"precondition: {error}", err=True)
+        sys.exit(verdicts.NOT_DECIDED)
     except (KeyboardInterrupt, typer.Abort):  # which click makes of it
         sys.exit(verdicts.INTERRUPTED)
     except OSError as error:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof import report, verdicts
 from shardproof.commands.console import print_line
 from shardproof.coverage import pairs
-from shardproof.errors import Problem, SelectionError
+from shardproof.errors import MachineError, Problem, SelectionError
 from shardproof.files import FULL, UNWRITABLE
 from shardproof.launch import process_control
 from shardproof.report.coverage import judged, seen
@@ -82,6 +82,9 @@ def supervised(
                 code = body(interrupts)
             except KeyboardInterrupt:
                 print_line(console, stopped())
+            except MachineError as error:
+                print_line(console, f"precondition: {error}")
+                code = verdicts.NOT_DECIDED
             _finish(folder, code, finish)
         except OSError as error:
             if error.errno not in UNWRITABLE or error.filename is None:
