@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from shardproof.backends.disturbances import Disturbances
     from shardproof.backends.errors import Absence, CommError
+    from shardproof.errors import Problem
 
 #: Operation -> names of the algorithms that carry it out (``bench/model/alpha_beta.py``).
 Algorithms = Mapping[str, Sequence[str]]
@@ -106,6 +107,13 @@ class Backend(ABC):
     @abstractmethod
     def available(self, world: int = 1) -> str | None:
         """Why ``world`` ranks cannot use it on this machine; ``None``: they can."""
+
+    def unreachable(self) -> Problem | None:
+        """Why ranks on this machine cannot reach each other over it; ``None``: nothing is known.
+
+        Asked after ranks broke.
+        """
+        return None
 
     @abstractmethod
     def join(self, joining: Joining) -> None:

@@ -178,6 +178,7 @@ def on_ranks(
     :raises LaunchFailed: a rank broke, hung, or refused.
     """
     from shardproof import tensor_bytes
+    from shardproof.launch.machine_faults import fault_of_machine
     from shardproof.launch.nodes import Nodes
     from shardproof.launch.rank_process import RankLaunch
     from shardproof.launch.ranks import Forked, root_cause
@@ -186,15 +187,16 @@ def on_ranks(
     nodes = Nodes.here()
     host = Forked() if nodes is None else nodes.host()
     recorded = partial(_recorded, program)
-    outcomes = host.run(
-        RankLaunch(run.backend, run.world, recorded, workdir, run.deadline, ledgers)
-    )
+    launch = RankLaunch(run.backend, run.world, recorded, workdir, run.deadline, ledgers)
+    outcomes = host.run(launch)
     cause = root_cause(outcomes)
     if cause is None:
         records = [tensor_bytes.load(o.record) for o in outcomes if o.record is not None]
         return [from_plain(kind, record["record"]) for record in records]
     if cause.error_type == "Refused":
         raise LaunchFailed("precondition", cause.message)
+    if why := fault_of_machine(cause, workdir, launch.backend):
+        raise LaunchFailed("precondition", why)
     where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
     verdict = {"hung": "hang", "over budget": "over budget"}.get(cause.status, "crash")
     raise LaunchFailed(verdict, " ".join([cause.sentence(), *where]))

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardproof import registry
+from shardproof import registry, verdicts
+from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.cases import ambiguous, kinds
 from shardproof.cases.kinds.kind import Schedules
@@ -30,6 +31,7 @@ from shardproof.contract import Implementation, Refused
 from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Evidence
 from shardproof.launch import process_control
+from shardproof.launch.machine_faults import fault_of_machine
 from shardproof.launch.nodes import NodeGone
 from shardproof.launch.ranks import Forked, RankHost, root_cause
 from shardproof.oracle import apart
@@ -90,12 +92,12 @@ def judge_case(
     they are forked).
     """
     started = time.monotonic()
-    account = Account(case)
+    host = host or Forked()
+    account, launcher = Account(case), Launcher(workdir, host, cache)
     try:
         # What a user wrote is imported by another process, which answers for it.
-        host = host or Forked()
         with stand_ins(case, partial(host.informant, workdir)):
-            evidence = _evidence(account, Launcher(workdir, host, cache))
+            evidence = _evidence(account, launcher)
             began = time.monotonic()
             if evidence is not None:
                 for record in evidence.records:  # those of another launcher's ranks have none
@@ -110,6 +112,9 @@ def judge_case(
             account.timings["judge"] = time.monotonic() - began
     except Exception as error:  # noqa: BLE001 - the judge's own fault must become a verdict as well
         _note_end(account, error)
+        result = decide_case(account)
+    if why := _fault_of_machine(account, result, launcher):
+        account.machine, account.figures, account.whole = why, None, []
         result = decide_case(account)
     result.seconds = account.timings["all"] = time.monotonic() - started
     return account, result
@@ -131,6 +136,18 @@ def _note_end(account: Account, error: Exception) -> None:
     if not isinstance(error, NodeGone):
         trace = "".join(traceback.format_exception(error)[-3:])
         account.fault = f"the judge itself failed: {error!r}\n{trace}"
+
+
+def _fault_of_machine(account: Account, result: CaseResult, launcher: Launcher) -> str:
+    """What of this machine, not of the system, broke the case; empty: nothing is known to have.
+
+    Not asked where the case ended well, or takes from a node on purpose what is looked for.
+    """
+    case, cause = account.case, root_cause(account.outcomes)
+    broke = cause is not None or account.fault or verdicts.kind(result.verdict) in verdicts.RED
+    if not broke or (case.fault is not None and case.fault.strikes_nodes):
+        return ""
+    return fault_of_machine(cause, launcher.workdir, BACKENDS[case.backend])
 
 
 def refusals(cases: Sequence[Case]) -> list[str]:

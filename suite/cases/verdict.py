@@ -67,6 +67,8 @@ def decide_case(account: Account) -> CaseResult:
 
 def _decided(account: Account) -> CaseResult:
     case = account.case
+    if account.machine:
+        return _result(case, "precondition", account.machine)
     if account.fault:
         return _result(case, JUDGE_ERROR, account.fault)
     if case.skip:

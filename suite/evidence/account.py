@@ -66,7 +66,8 @@ class Account(Stored):
     on this mesh; ``unsound_schedules``: what is wrong with the schedules that it declares, by
     size of the window; ``missing``: which backend or package this machine lacks;
     ``no_oracle_because``: why no oracle can tell what is true here; ``fault``: the judge itself
-    failed; ``leader``: how the judging process ended that left nothing else.
+    failed; ``leader``: how the judging process ended that left nothing else; ``machine``: what of
+    this machine, not of the system, broke the case.
     """
 
     case: Case
@@ -78,6 +79,7 @@ class Account(Stored):
     missing: str = ""
     no_oracle_because: str = ""
     fault: str = ""
+    machine: str = ""
     leader: LeaderEnd | None = None
     outcomes: list[RankOutcome] = field(default_factory=list)
     figures: Annotated[Figures | None, _APART] = None

@@ -19,7 +19,7 @@ import yaml
 
 from shardproof import wings
 from shardproof.backends import BACKENDS, Backend
-from shardproof.backends.gloo import Gloo, loopback
+from shardproof.backends.gloo import INTERFACE, Gloo, loopback, problem_of_interface
 from shardproof.backends.gloo_cuda import GlooCuda
 from shardproof.backends.mpi import Mpi
 from shardproof.launch.process_control import cores
@@ -167,13 +167,10 @@ def _name() -> Finding:
 
 def _interface() -> Finding:
     """What gloo listens on: the loopback, unless the environment names another interface."""
-    found = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    there = [name for _, name in socket.if_nameindex()]
-    missing = [name for name in filter(None, found.split(",")) if name not in there]
-    if missing:
-        found = f"GLOO_SOCKET_IFNAME={found}, but there is no {', '.join(missing)}"
-    remedy = f"unset it, or name one of {', '.join(there)}" if missing else ""
-    return look("interface of gloo", found or loopback(), remedy)
+    given = os.environ.get(INTERFACE, "")
+    if problem := problem_of_interface(given):
+        return Finding("interface of gloo", "bad", problem.what, problem.remedy)
+    return Finding("interface of gloo", "good", given or loopback())
 
 
 def _tried(command: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:

@@ -1,0 +1,103 @@
+"""What this machine breaks is no crash of the system; what the system breaks stays one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from commands import here
+
+from shardproof.backends import BACKENDS
+from shardproof.backends.gloo import problem_of_interface
+from shardproof.case import Case
+from shardproof.cases.launcher import Launcher
+from shardproof.cases.leader import _fault_of_machine
+from shardproof.cases.verdict import decide_case
+from shardproof.checks.results import CaseResult
+from shardproof.errors import Problem
+from shardproof.evidence.account import Account
+from shardproof.launch import machine_faults
+from shardproof.launch.outcome import RankOutcome
+from shardproof.launch.ranks import Forked
+from shardproof.runs.run_folder import read
+from shardproof.scenarios.selection import Selection
+from shardproof.scenarios.vocabulary import installed
+
+CASE = "ddp-gpt::reference/ddp+small_buckets::gloo::replicate1::sgd::noclip::fp64::quick"
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Selection([CASE]).cases(installed())[0]
+
+
+def test_a_missing_interface_is_a_precondition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope77")
+    done = here("run", CASE, "--results", str(tmp_path / "run"))
+    told = done.stdout + done.stderr
+    assert done.returncode == 3 and "1 judged (1 precondition)" in told, told
+    assert "GLOO_SOCKET_IFNAME=nope77, but there is no nope77 - unset it" in told
+    (result,) = read(tmp_path / "run").cases
+    assert result.verdict == "precondition"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    verified = here("verify", str(tmp_path / "run"))  # elsewhere, where there is nothing missing
+    assert verified.returncode == 0 and "1 cases judged again" in verified.stdout
+
+
+def account(case: Case, message: str) -> tuple[Account, CaseResult]:
+    made = Account(case)
+    made.outcomes = [RankOutcome(0, "raised", error_type="OSError", message=message)]
+    return made, CaseResult(CASE, case, "crash", message)
+
+
+def test_a_crash_on_a_sound_machine_stays_one(case: Case, tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, Forked(), tmp_path)
+    assert _fault_of_machine(*account(case, "mine"), launcher) == ""
+    full = os.strerror(errno.ENOSPC)
+    assert _fault_of_machine(*account(case, f"{full}: '/the/system/writes/here'"), launcher) == ""
+
+
+def test_a_full_work_folder_is_the_machines(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = Launcher(tmp_path, Forked(), tmp_path)
+    full = f"[Errno 28] {os.strerror(errno.ENOSPC)}: '{tmp_path}/rank0.rec'"
+    made, crash = account(case, full)
+    made.machine = _fault_of_machine(made, crash, launcher)
+    assert made.machine.startswith("there was no room in the work folder: rank 0: [Errno 28]")
+    made = Account.from_dict(made.to_dict())
+    assert decide_case(made).verdict == "precondition"
+    monkeypatch.setattr(machine_faults, "lacking", lambda *_, **__: Problem("no room", "make some"))
+    assert _fault_of_machine(*account(case, "mine"), launcher) == "no room - make some"
+
+
+def test_what_ended_well_is_not_asked_about(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_faults, "lacking", lambda *_, **__: Problem("no room", "make some"))
+    made, passed = Account(case), CaseResult(CASE, case, "pass", "")
+    assert _fault_of_machine(made, passed, Launcher(tmp_path, Forked(), tmp_path)) == ""
+
+
+def test_an_interface_that_is_missing_down_or_without_an_address_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert problem_of_interface("") is None
+    assert "no nope" in str(problem_of_interface("lo,nope"))
+    down = "the network interface lo is down, or has no address - `ip link set lo up`"
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "net_if_addrs", dict)
+        assert str(problem_of_interface("lo")).startswith(down)
+    state = SimpleNamespace(isup=False)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": state})
+    assert str(problem_of_interface("")).startswith(down)
+
+
+def test_backends_without_an_interface_say_nothing() -> None:
+    assert all(BACKENDS[name].unreachable() is None for name in ("in_memory", "gloo"))
