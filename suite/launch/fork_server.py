@@ -30,6 +30,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardproof.errors import MachineError
+from shardproof.launch import process_control
+
 #: Native libraries start a thread per core at import, unless told otherwise before.
 ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 #: Unless the user says otherwise, a product of equal numbers has equal bits wherever in memory they
@@ -39,7 +42,8 @@ REPRODUCIBLE = {"MKL_CBWR": "AUTO"}
 #: Left over from a launcher around us, these would be read by ``init_process_group``.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-START_SECONDS = 180.0
+#: Looks, a second apart, at which one that starts did nothing: then it never will.
+IDLE_LOOKS = 180
 END_SECONDS = 5.0
 
 _TAIL = 4000
@@ -47,7 +51,7 @@ _TAIL = 4000
 P = TypeVar("P")
 
 
-class ForkServerError(RuntimeError):
+class ForkServerError(MachineError):
     """The fork server could not start, or is gone."""
 
 
@@ -141,7 +145,6 @@ class ForkServer:
         self._line, theirs = Pipe()
         self._log = tempfile.TemporaryFile()
         self._ready = False
-        self._began = time.monotonic()
         self._waiting.clear()
         inherited = {k: v for k, v in os.environ.items() if k not in FOREIGN}
         environment = REPRODUCIBLE | inherited | ENVIRONMENT
@@ -158,6 +161,7 @@ class ForkServer:
                 env=environment,
                 start_new_session=True,  # Ctrl-C is for the parent, which tells us
             )
+        self._watched = process_control.Watched(self._process.pid)
         for module in self._preload:
             self.preload(module)
         return self
@@ -256,14 +260,23 @@ class ForkServer:
                     raise ForkServerError(f"the fork server could not start: {why}")
                 case LeaderExit():
                     self._waiting.append(message)
-        if not self._ready and time.monotonic() - self._began > START_SECONDS:
-            raise ForkServerError(f"the fork server did not start in {START_SECONDS:.0f} s")
+        self._watched.look()
+        who = f"the fork server (process {self.pid})"
+        if self._watched.stopped >= process_control.STOPPED_LOOKS:
+            raise ForkServerError(f"{who} was stopped by a signal, and nothing continued it")
+        if not self._ready and self._watched.idle >= IDLE_LOOKS:
+            what = f"{who} did nothing for {IDLE_LOOKS} s before it was ready"
+            raise ForkServerError(f"{what}: {self._output() or 'it printed nothing'}")
 
     def _last_output(self) -> str:
         code = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(1.0)  # the socket closes a little before the process ends
+        text = self._output()
+        return f"exit code {code}" + (f", its output ends:\n{text}" if text else "")
+
+    def _output(self) -> str:
+        """The tail of what it printed."""
         self._log.seek(0)
-        text = self._log.read().decode("utf-8", "replace").strip()
-        return f"exit code {code}" + (f", its output ends:\n{text[-_TAIL:]}" if text else "")
+        return self._log.read().decode("utf-8", "replace").strip()[-_TAIL:]

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -59,6 +60,8 @@ class _Leader:
     output: int
     line: Connection  #: further tasks go out, and it says when one is done
     group: str | None
+    watched: process_control.Watched
+    why: str = ""  #: it was ended for
 
 
 class _Server:
@@ -98,6 +101,7 @@ class _Server:
                 if self._connection.fileno() in ready:
                     for message in fork_server.receive(self._connection, 0.0):
                         self._handle(message)
+                self._end_stopped()
                 self._collect()
         except EOFError:
             pass  # the parent has closed the connection: the end
@@ -180,7 +184,9 @@ class _Server:
         theirs.close()
         with contextlib.suppress(OSError):  # both sides do it, so that neither sees it undone
             os.setpgid(pid, pid)
-        leader = self._leaders[pid] = _Leader(order.ticket, pid, began, output, ours, order.group)
+        watched = process_control.Watched(pid)
+        leader = _Leader(order.ticket, pid, began, output, ours, order.group, watched)
+        self._leaders[pid] = leader
         self._selector.register(ours, selectors.EVENT_READ, leader)
 
     def _lead(
@@ -213,6 +219,14 @@ class _Server:
             sys.stderr.flush()
             os._exit(code)
 
+    def _end_stopped(self) -> None:
+        """A leader that is stopped watches nobody, and its ranks would wait for it."""
+        for leader in self._leaders.values():
+            leader.watched.look()
+            if leader.watched.stopped >= process_control.STOPPED_LOOKS:
+                leader.why = "it was stopped by a signal, and nothing continued it"
+                process_control.kill_group(leader.pid)
+
     def _collect(self) -> None:
         """Report the leaders that have ended, after ending what they left behind."""
         for leader in list(self._leaders.values()):
@@ -230,7 +244,7 @@ class _Server:
             process_control.end_adopted(self._leaders.keys())
             code = os.waitstatus_to_exitcode(status)  # less than 0: a signal
             exited, signum = (code if code >= 0 else None), (-code if code < 0 else None)
-            how = exited, signum, seconds, _output(leader)
+            how = exited, signum, seconds, _output(leader) + leader.why
             os.close(leader.output)
             if leader.ticket is not None:
                 self._send(fork_server.LeaderExit(leader.ticket, leader.pid, *how))
@@ -258,8 +272,10 @@ def import_lazy_modules() -> None:
     """Import them all; and let ``torch.compile`` leave our groups alone.
 
     It would compile whatever Python runs below a compiled module, also what C++ calls from there,
-    as DDP calls its group.
+    as DDP calls its group.  Warnings stay warnings, here and in all that is forked from here: where
+    ``PYTHONWARNINGS=error`` makes them errors, torch cannot be imported, and sound systems raise.
     """
+    warnings.filters[:] = [one for one in warnings.filters if one[0] != "error"]  # type: ignore[index]
     for module in LAZY_MODULES:
         importlib.import_module(module)
     sys.modules["torch._dynamo"].trace_rules.add("shardproof.backends")

@@ -21,6 +21,8 @@ _SET_CHILD_SUBREAPER = 36
 _GET_CHILD_SUBREAPER = 37
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
+#: Looks in a row, a second apart, after which a process that was stopped will not go on by itself.
+STOPPED_LOOKS = 10
 #: Children of this process that are to outlive what it does now.
 STAYING: set[int] = set()
 #: Called once in a child that is to run others' code: each lets go of what only its parent may use.
@@ -152,6 +154,27 @@ def spent_below(pid: int) -> float:
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += sum(child.cpu_times()[:4])  # of those that it has waited for as well
     return total
+
+
+class Watched:
+    """A process that is looked at, at most once a second: looks in a row at which it was
+    ``stopped`` (by SIGSTOP), and at which it did nothing (``idle``).
+
+    Looks are counted, not seconds: on a busy machine, and where all are stopped, they come late.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._cpu, self._looked = pid, 0.0, time.monotonic()
+        self.stopped = self.idle = 0
+
+    def look(self) -> None:
+        """Count, if a second has gone by."""
+        if time.monotonic() < self._looked + 1.0:
+            return
+        (letter, cpu), self._looked = activity_of(self._pid), time.monotonic()
+        self.stopped = self.stopped + 1 if letter == "T" else 0
+        self.idle = 0 if letter in "RD" or cpu > self._cpu else self.idle + 1
+        self._cpu = cpu
 
 
 def began(pid: int) -> int | None:

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from shardproof import tensor_bytes
 from shardproof.backends import heartbeat
 from shardproof.backends.errors import CollectiveMismatch, PeerTimeout, RankEnded, RankFailed
 from shardproof.backends.mpi import found as mpi_found
+from shardproof.launch import fork_server as fork_server_module
+from shardproof.launch import fork_server_main, process_control
 from shardproof.launch import pool as pool_module
-from shardproof.launch import process_control
 from shardproof.launch.fork_server import REPRODUCIBLE, ForkServer, ForkServerError
 from shardproof.launch.fork_server_main import LAZY_MODULES, MOST_TASKS, TASK_RAISED
 from shardproof.launch.outcome import RankOutcome, mark_consequences, of_exception, root_cause
@@ -660,6 +662,78 @@ def test_a_fork_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with ForkServer() as fork_server, pytest.raises(ForkServerError, match="exit code 1"):
         fork_server.wait_ready()
+
+
+def test_a_fork_server_that_does_nothing_at_its_start_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps = tmp_path / "python"
+    sleeps.write_text("#!/bin/sh\necho begun\nexec sleep 100\n")
+    sleeps.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(sleeps))
+    monkeypatch.setattr(fork_server_module, "IDLE_LOOKS", 2)
+    said = r"did nothing for 2 s before it was ready: begun"
+    with ForkServer() as server, pytest.raises(ForkServerError, match=said):
+        server.wait_ready()
+
+
+def test_a_stopped_fork_server_is_replaced(
+    importable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_control, "STOPPED_LOOKS", 2)
+    with Pool(1, [launch_programs.sleep]) as pool:
+        list(pool.run(launch_programs.sleep, [("a", {"seconds": 0.0}, 30.0)]))
+        os.kill(pool.fork_server.pid, signal.SIGSTOP)
+        (lost,) = pool.run(launch_programs.sleep, [("b", {"seconds": 0.0}, 100.0)])
+        assert lost.exit_code is None and "was stopped by a signal" in lost.output
+        (well,) = pool.run(launch_programs.sleep, [("c", {"seconds": 0.0}, 30.0)])
+        assert well.exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_stopped_leader_is_ended_and_told(importable: None) -> None:
+    with ForkServer() as server:
+        server.wait_ready()
+        ticket = server.submit(launch_programs.sleep, {"seconds": 1000.0})
+        (leader,) = _leaders(server)
+        leader.suspend()
+        ended = await_end(server, ticket)
+        assert ended.signal == signal.SIGKILL and "was stopped by a signal" in ended.output
+
+
+def _leaders(server: ForkServer) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60
+    while not (found := psutil.Process(server.pid).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def test_looks_that_see_no_progress_are_counted_not_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, seen = [0.0], {"is": ("S", 0.0)}
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(process_control, "activity_of", lambda pid: seen["is"])
+    watched = process_control.Watched(1)
+    for later, state, counts in [
+        (100.0, ("S", 0.0), (0, 1)),  # one look, however late
+        (100.5, ("S", 0.0), (0, 1)),  # too soon
+        (101.5, ("T", 0.0), (1, 2)),
+        (102.5, ("R", 0.0), (0, 0)),
+        (103.5, ("S", 1.0), (0, 0)),  # it has computed since
+        (104.5, ("T", 1.0), (1, 1)),
+    ]:
+        now[0], seen["is"] = later, state
+        watched.look()
+        assert (watched.stopped, watched.idle) == counts, later
+
+
+def test_warnings_stay_warnings_where_torch_is_imported() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fork_server_main.import_lazy_modules()
+        assert not [one for one in warnings.filters if one[0] == "error"]
 
 
 def test_a_preloaded_module_must_not_start_threads(
