@@ -51,7 +51,8 @@ class FigureChange:
 
     def sentence(self) -> str:
         values = f"{exact_figures.show(self.before)}, now {exact_figures.show(self.after)}"
-        return f"{self.figure} {self.word}: {self.detail or values}"
+        why = f" (not judged: {self.unlike})" if self.unlike else ""
+        return f"{self.figure} {self.word}: {self.detail or values}{why}"
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ def compare(before: Snapshot, after: Snapshot) -> RunComparison:
 
     # What no result of the reference has is news of the suite.
     known = {name for entry in before.results.values() for name in entry.figures}
+    others = _other_cpu(before, after), _other_nodes(before, after)
     gone: list[str] = []
     for part in ("cases", "timed"):
         olds, news = getattr(before, part), getattr(after, part)
@@ -153,7 +155,7 @@ def compare(before: Snapshot, after: Snapshot) -> RunComparison:
             elif why := apart(old, new):
                 comparison.apart[name] = why
             else:
-                comparison.pairs.append(_pairing(old, new, known))
+                comparison.pairs.append(_pairing(old, new, known, others))
         gone += [name for name in olds if name not in news]
     times = first(lambda wing: wing.compared(comparison.pairs))
     comparison.times = times or ComparedTimes()
@@ -189,17 +191,35 @@ def release(version: Version) -> str:
     return version.torch.split("+")[0]
 
 
-def _pairing(old: Entry, new: Entry, known: set[str]) -> Pairing:
+def _other_cpu(before: Snapshot, after: Snapshot) -> str:
+    """What differs in what kernels are chosen by; empty: nothing, or nobody tells."""
+    for key, what in (("cpu", "another CPU"), ("kernels", "other kernels of torch")):
+        both = before.machine.get(key), after.machine.get(key)
+        if None not in both and both[0] != both[1]:
+            return what
+    return ""
+
+
+def _other_nodes(before: Snapshot, after: Snapshot) -> str:
+    """Whether ranks were on other nodes; empty: they were not."""
+    one, other = (of.hardware.partition(", as ")[2] for of in (before, after))
+    return "ranks on other nodes" if one != other else ""
+
+
+def _pairing(old: Entry, new: Entry, known: set[str], others: tuple[str, str]) -> Pairing:
     changes, both = [], (old.verdict, new.verdict)
     if old.verdict != new.verdict:
         word = exact_figures.word(exact_figures.VERDICT, *both)
         changes.append(FigureChange(new.id, exact_figures.VERDICT, *both, word))
     if UNDECIDED & {*both}:
         return Pairing(old, new, tuple(changes), 1)
-    return Pairing(old, new, (*changes, *_changes(old, new, known)), len(new.figures) + 1)
+    return Pairing(old, new, (*changes, *_changes(old, new, known, others)), len(new.figures) + 1)
 
 
-def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[FigureChange]:
+def _changes(
+    old: Entry, new: Entry, known: set[str], others: tuple[str, str]
+) -> Iterator[FigureChange]:
+    cpu, nodes = others
     if old.figures == new.figures:
         return
     depths = [entry.figures.get(exact_figures.DEPTH) for entry in (old, new)]
@@ -218,16 +238,20 @@ def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[FigureChange]:
             if name in old.deep and name in new.deep:
                 detail = exact_figures.first_difference(old.deep[name], new.deep[name])
         unlike = ""
-        if name in exact_figures.OF_ONE_BUILD and old.version.torch != new.version.torch:
-            unlike = "another build of torch"
-        elif name in exact_figures.OF_ONE_PYTHON and old.version.python != new.version.python:
-            unlike = "another Python"
+        if name in exact_figures.OF_ONE_CPU:
+            same = old.version.torch == new.version.torch
+            unlike = cpu if same else "another build of torch"
+        elif name in exact_figures.OF_ONE_PYTHON:
+            unlike = nodes if old.version.python == new.version.python else "another Python"
         yield FigureChange(new.id, name, was, now, word, detail, unlike)
 
 
 def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Iterator[str]:
     if before.hardware != after.hardware:
         yield f"other hardware: {before.hardware}; now {after.hardware}"
+    if cpu := _other_cpu(before, after):
+        hang_on_it = ", ".join(sorted(exact_figures.OF_ONE_CPU))
+        yield f"{cpu}: {hang_on_it} are shown where they differ, not judged"
     for name in ("suite", "torch", "python", "commit"):
         was, now = (
             ", ".join(dict.fromkeys(str(getattr(v, name)) or "unknown" for v in snapshot.versions))

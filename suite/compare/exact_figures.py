@@ -34,9 +34,11 @@ INEXACT = frozenset(
 )
 #: Of pipelines these hang on when a message comes; in 571 pairs of other results peaks were equal.
 OF_MESSAGES = frozenset({"memory.peaks", "schedule.activations"})
-#: Exact where torch is the same build; elsewhere kernels take other temporaries.
-OF_ONE_BUILD = frozenset({"memory.peaks", "memory.peak_bytes"})
-#: Exact where Python is the same release; elsewhere it pickles objects to other lengths.
+#: Exact where torch is the same build and chooses the same kernels; elsewhere these take other
+#: temporaries, and a system that frees late holds others at an observation.
+OF_ONE_CPU = frozenset({"memory.peaks", "memory.peak_bytes", "memory.resident"})
+#: Exact where Python is the same release, and ranks were started in the same way: else it pickles
+#: objects to other lengths (what two of them share, such as an interned string, is written once).
 OF_ONE_PYTHON = frozenset({"traffic.control_bytes"})
 #: Which way is better; of what is not named a difference is neither.
 _LESS = frozenset(

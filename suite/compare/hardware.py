@@ -1,8 +1,9 @@
 """Runs of several machines side by side: what is equal everywhere, and each machine's own ratios.
 
 Exact figures must be the same on every machine.  Times stand as ratios that each machine measured
-by itself (:meth:`shardproof.wings.Wing.by_hardware`); the reference's column is the first, and what
-cannot be compared with it says why.
+by itself (:meth:`shardproof.wings.Wing.by_hardware`); the reference's column is the first.  A run
+without a case of it, as that of a GPU beside a CPU's, is compared with the first that has some;
+what cannot be compared at all says why.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from shardproof.compare.compare import RunComparison
+from shardproof.compare.compare import RunComparison, compare
 from shardproof.compare.snapshot import Entry, Snapshot
 from shardproof.compare.tables import ComparisonReport, runs, verdicts_of
 from shardproof.table import Table
@@ -21,26 +22,38 @@ def report(
     reference: Snapshot, others: Sequence[RunComparison], only_changed: bool = False
 ) -> ComparisonReport:
     snapshots = [reference, *(c.after for c in others)]
+    nearest = [_nearest(one, snapshots[1:number]) for number, one in enumerate(others, 1)]
     made = ComparisonReport(f"{len(snapshots)} run{'s' * (len(snapshots) > 1)} by hardware")
-    made.tables.append(runs(snapshots, [_equal(c) for c in others]).titled("Machines"))
+    made.tables.append(runs(snapshots, [_equal(c, reference) for c in nearest]).titled("Machines"))
     for comparison in others:
         made.summary += [f"{comparison.after.name}: {note}" for note in comparison.notes]
-    if (exact := strategies(reference, others)).rows:
+    if (exact := strategies(reference, nearest)).rows:
         made.tables.append(exact)
     for wing in wings():
         made.tables += wing.by_hardware(_names(snapshots), reference, others, only_changed)
     return made
 
 
-def _equal(comparison: RunComparison) -> str:
+def _nearest(comparison: RunComparison, earlier: Sequence[Snapshot]) -> RunComparison:
+    """It; or, if it compares nothing, that with the first of ``earlier`` which does."""
+    others = (compare(one, comparison.after) for one in earlier if not comparison.pairs)
+    return next((other for other in others if other.pairs), comparison)
+
+
+def _equal(comparison: RunComparison, reference: Snapshot) -> str:
     pairs = [pair for pair in comparison.pairs if pair.id in comparison.after.cases]
     apart = comparison.apart
     total = sum(pair.figures for pair in pairs)
     if not total:
-        return f"not comparable: {next(iter(apart.values()))}" if apart else "no case in common"
+        if apart:
+            return f"not comparable: {next(iter(apart.values()))}"
+        both = comparison.after, reference
+        on = [", ".join(sorted({e.backend for e in one.cases.values()})) for one in both]
+        return "no case in common: {} here, {} there".format(*on)
     differ = sum(len(pair.changes) for pair in pairs)
     more = f", {len(apart):,} results not comparable" if apart else ""
-    return (f"all {total:,} equal" if not differ else f"{differ:,} of {total:,} differ") + more
+    told = f"all {total:,} equal" if not differ else f"{differ:,} of {total:,} differ"
+    return told + ("" if comparison.before is reference else f" ({comparison.before.name})") + more
 
 
 def strategies(reference: Snapshot, others: Sequence[RunComparison]) -> Table:

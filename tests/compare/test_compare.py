@@ -246,6 +246,42 @@ def test_builds_of_one_release_are_compared_but_for_peaks(run: Run) -> None:
     assert {c.exact for c in found.changes} == {True}
 
 
+@pytest.mark.parametrize(
+    ("machine", "why"),
+    [
+        ({"cpu": "Intel(R) Xeon(R) Processor"}, "another CPU"),
+        ({"kernels": {"torch": "AVX2"}}, "other kernels of torch"),
+        ({"cores": 64}, ""),
+    ],
+)
+def test_what_a_cpu_changes_is_shown_on_another_and_not_judged(
+    run: Run, machine: dict[str, Any], why: str
+) -> None:
+    """Temporaries of kernels do change; bytes that are sent, calls and verdicts do not."""
+    here = made.MACHINE | {"kernels": {"torch": "AVX512"}}
+    old = made.results(3)
+
+    def peak(line: made.Line) -> None:
+        line["checks"][4]["figures"]["peaks"]["0"]["update"]["all"] += 8
+
+    new = made.changed(old, 0, peak)
+    new = made.changed(new, 1, made.figure("memory", "resident", {"0": 9}))
+    new = made.changed(new, 2, made.figure("traffic", "bytes_sent", "7"))
+    found = compare(run("old", old, machine=here), run("new", new, machine=here | machine))
+    judged = {change.figure for change in found.changes if change.exact}
+    shown = {change.figure: change for change in found.changes if not change.exact}
+    of_cpu = {"memory.peaks", "memory.peak_bytes"}
+    assert "traffic.bytes_sent" in judged and "traffic.bytes_sent" not in shown
+    assert shown.keys() >= of_cpu if why else judged >= of_cpu
+    told = [note for note in found.notes if "not judged" in note]
+    if why:
+        assert shown["memory.peaks"].sentence().endswith(f" (not judged: {why})")
+        names = "memory.peak_bytes, memory.peaks, memory.resident"
+        assert told == [f"{why}: {names} are shown where they differ, not judged"]
+    else:
+        assert not shown and not told
+
+
 def test_another_python_pickles_objects_to_other_lengths(run: Run) -> None:
     old = made.results(2)
     new = made.changed(old, 0, made.figure("traffic", "control_bytes", 7))
@@ -254,6 +290,18 @@ def test_another_python_pickles_objects_to_other_lengths(run: Run) -> None:
         assert (change.figure, change.exact) == ("traffic.control_bytes", exact)
         (row,) = tables.changes([change]).rows
         assert ("another Python" in str(row[-1])) is not exact
+
+
+def test_ranks_on_other_nodes_pickle_objects_to_other_lengths(run: Run) -> None:
+    """Processes that one process forked share strings, those of several machines do not."""
+    old = made.results(2)
+    new = made.changed(old, 0, made.figure("traffic", "control_bytes", 7))
+    new = made.changed(new, 1, made.figure("traffic", "bytes_sent", 7))
+    here, there = run("old", old), run("new", new)
+    there.hardware += ", as 2 nodes of 1 core"
+    told = {change.figure: change.unlike for change in compare(here, there).changes}
+    assert told["traffic.control_bytes"] == "ranks on other nodes"
+    assert told["traffic.bytes_sent"] == ""
 
 
 def test_versions_are_those_of_the_invocation_that_ran_the_case(tmp_path: Path) -> None:

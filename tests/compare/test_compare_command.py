@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,27 @@ def test_the_committed_table_is_what_the_command_makes(tmp_path: Path) -> None:
     insert(formats.markdown(report), copy, formats.BEGIN, formats.END)
     assert copy.read_text(encoding="utf-8") == committed
     assert all(path.stat().st_size < 500_000 for path in files)
+
+
+def test_what_has_no_case_in_common_with_the_first_is_compared_with_another(
+    tmp_path: Path,
+) -> None:
+    """As GPUs, whose cases are on other backends than those of CPUs."""
+
+    def on(backend: str, line: made.Line) -> made.Line:
+        changed = json.loads(json.dumps(line).replace("::in_memory::", f"::{backend}::"))
+        changed["case"]["backend"] = backend
+        return changed  # type: ignore[no-any-return]
+
+    lines = made.results(3)
+    other = [on("nccl", line) for line in lines]
+    assert {line["id"] for line in lines}.isdisjoint(line["id"] for line in other)
+    cpu = made.snapshot(tmp_path / "cpu", lines)
+    gpus = [made.snapshot(tmp_path / name, other) for name in ("h100", "h200")]
+    report = hardware.report(cpu, [compare(cpu, gpu) for gpu in gpus])
+    told = [row[-1] for row in report.tables[0].rows]
+    assert told[:2] == ["reference", "no case in common: nccl here, in_memory there"]
+    assert str(told[2]).startswith("all ") and str(told[2]).endswith(" equal (h100)")
 
 
 def test_two_runs_are_compared_without_the_slow_imports(tmp_path: Path) -> None:
