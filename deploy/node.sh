@@ -23,16 +23,15 @@ ranks() {
         --tier "$TIER" -k "$EXPRESSION" --records "$records" --no-judge
     code=$?
     # What the clock ends is left out, not judged.
-    [ $(($(date +%s) - began)) -lt "$DEADLINE" ] || touch "$records/out_of_time"
+    [ $(($(date +%s) - began)) -lt "$DEADLINE" ] || { mkdir -p "$records" && touch "$records/out_of_time"; }
     return "$code"
 }
 
 if [ "$1" = node ]; then
     ranks
-    # Compose stops all containers when one ends, so outlive the head, which judges.
+    # Compose stops all containers when one ends, so outlive the head, which judges: its name is known while it runs.
     trap 'exit 0' TERM INT
-    sleep "$((DEADLINE * 3))" &
-    wait
+    while getent hosts head > /dev/null; do sleep 1 & wait $!; done
     exit 0
 fi
 
@@ -45,8 +44,12 @@ why=$(mkdir -p "$run" 2>&1 && { [ -w "$run" ] || echo "Permission denied"; })
 [ -z "$why" ] ||
     fail "user $(id -u) cannot write $run (${why##*: }): start it as who owns ./results, which is user $(stat -c %u "$results"): OWNER=\$(id -u) docker compose up ..."
 # Where no rank comes to write a plan, that of an earlier run would be judged.
-rm -f "$records/plan.json"
+rm -f "$records/plan.json" "$records/out_of_time"
 ranks || echo "the job across nodes ended with code $?"
+if [ -e "$records/out_of_time" ] && [ ! -e "$records/plan.json" ]; then
+    echo "DEADLINE=$DEADLINE: no case began in so many seconds, so nothing was judged: give more" >&2
+    exit 3
+fi
 python -m shardproof.cluster.judge "$records" --prune
 code=$?
 judged=$(ls -d "$run"/*/run.json 2>/dev/null | tail -n 1)

@@ -599,6 +599,7 @@ OPTIONAL = {name for name, b in BACKENDS.items() if b.device == "cuda" or b.mpir
 OTHERS = (
     *(
         "mpi",
+        "by-hand",
         "ddp-",
         "faults-",
         "checkpoint-",

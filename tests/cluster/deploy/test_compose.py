@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[3]
 JUDGE = "shardproof.cluster.judge"
 
 
-def head(results: Path, torchrun: str, judge: str = "exit 0") -> tuple[int, str]:
+def head(
+    results: Path, torchrun: str, judge: str = "exit 0", deadline: str = "100"
+) -> tuple[int, str]:
     """Exit code and output of the head; ``torchrun`` and ``judge`` are lines of shell.
 
     ``torchrun`` finds the folder of its records in ``$records``.
@@ -25,7 +27,7 @@ def head(results: Path, torchrun: str, judge: str = "exit 0") -> tuple[int, str]
         (programs / name).write_text(f"#!/bin/sh\n{does}\n")
         (programs / name).chmod(0o755)
     chosen = {"RESULTS": str(results), "RUN": "run", "NODES": "2", "RANKS_PER_NODE": "2"}
-    chosen |= {"SCENARIO": "ddp-gpt", "TIER": "quick", "EXPRESSION": "", "DEADLINE": "100"}
+    chosen |= {"SCENARIO": "ddp-gpt", "TIER": "quick", "EXPRESSION": "", "DEADLINE": deadline}
     done = subprocess.run(
         [ROOT / "deploy" / "node.sh", "head"],
         cwd=results,
@@ -75,6 +77,26 @@ def test_the_plan_of_an_earlier_run_is_not_judged(tmp_path: Path) -> None:
 
 
 COMES = 'mkdir -p "$records"; touch "$records/plan.json"'
+
+
+def test_a_deadline_before_any_case_leaves_it_undecided(tmp_path: Path) -> None:
+    code, said = head(tmp_path, "sleep 100", deadline="1")
+    assert code == 3 and "judged: -m" not in said and "cannot touch" not in said, said
+    assert "DEADLINE=1: no case began in so many seconds, so nothing was judged" in said
+
+
+def test_what_the_deadline_cut_off_is_judged(tmp_path: Path) -> None:
+    code, said = head(tmp_path, f"{COMES}; sleep 100", "exit 3", deadline="1")
+    assert code == 3 and "judged:" in said
+    assert (tmp_path / "run" / "cluster" / "out_of_time").exists()
+
+
+def test_a_deadline_of_an_earlier_run_is_not_this_ones(tmp_path: Path) -> None:
+    left = tmp_path / "run" / "cluster" / "out_of_time"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    code, said = head(tmp_path, COMES)
+    assert code == 0 and not left.exists(), said
 
 
 @pytest.mark.parametrize("judged", [0, 1, 3])
