@@ -94,7 +94,7 @@ def test_a_node_that_does_not_start_is_a_precondition_and_nothing_stays(tmp_path
 
 def test_a_head_that_is_stopped_from_outside_is_told(tmp_path: Path) -> None:
     said: list[str] = []
-    assert cluster.run(MadeEngine(code=137), made_cluster(tmp_path), ["run"], said.append) == 1
+    assert cluster.run(MadeEngine(code=137), made_cluster(tmp_path), ["run"], said.append) == 3
     assert "the head ended with code 137" in said[-1]
 
 
@@ -124,6 +124,20 @@ def test_clean_leaves_runs_that_go_on() -> None:
     assert not [part for part in cluster.parts(engine) if "by-hand" in part.name]
     assert cluster.clean(engine, said.append, everything=True)
     assert {part.attrs["Labels"]["shardproof"] for part in engine.parts} == {"by-hand", "judge"}
+
+
+def test_clean_gives_results_back_where_nobody_lived_to_do_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, given = MadeEngine(), list[tuple[Path, int]]()
+    monkeypatch.setattr(cluster, "OWN_USER", tmp_path.stat().st_uid)
+    monkeypatch.setattr(cluster, "give", lambda *what: given.append(what))
+    for name, folder in (("shardproof-1-17", tmp_path), ("shardproof-2-17", tmp_path / "gone")):
+        labels = {"shardproof": name, cluster.MADE_BY: "", cluster.WRITES: str(folder)}
+        engine.add(f"box of {name}", labels).status = "exited"
+    engine.add("older", {"shardproof": "shardproof-3-17", cluster.MADE_BY: ""}).status = "exited"
+    assert cluster.clean(engine, print)
+    assert given == [(tmp_path, os.geteuid())]
 
 
 def test_what_a_cluster_is_made_of_tells_who_made_it(tmp_path: Path) -> None:
@@ -449,7 +463,7 @@ def test_interrupt_leaves_nothing(engine: Any, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_compose_is_the_way_by_hand(engine: Any) -> None:
     run = f"test-{os.getpid()}"
-    chosen = {"RUN": run, "EXPRESSION": "bucket_view", "COMPARE": "no", "NODES": "2"}
+    chosen = {"RUN": run, "EXPRESSION": "small_buckets", "COMPARE": "no", "NODES": "2"}
     environment = {**os.environ, **chosen, "OWNER": str(os.getuid())}
     command = [*compose(), "--project-name", run]
     up = ["up", "--no-build", "--scale", "node=1", "--exit-code-from", "head"]

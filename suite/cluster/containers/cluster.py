@@ -37,6 +37,8 @@ from shardproof.verdicts import BAD_INPUT, BROKEN, HELD, INTERRUPTED, NOT_DECIDE
 LABEL = "shardproof"
 #: The label that tells what process of which place has made it.
 MADE_BY = f"{LABEL}.by"
+#: The label that tells the folder of its results, which belong to :data:`OWN_USER` meanwhile.
+WRITES = f"{LABEL}.results"
 LEFT_OVER = "left over"
 #: Names of clusters, by :func:`name_of_a_run`.
 _OF_A_RUN = re.compile(rf"{LABEL}-\d+-\d+")
@@ -129,7 +131,7 @@ def run(
             leave()
     if code not in (HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED):
         say(f"the head ended with code {code}: it was stopped from outside, or died\n")
-        return BROKEN
+        return NOT_DECIDED
     return code
 
 
@@ -242,7 +244,7 @@ def _start_nodes(engine: Any, cluster: Cluster, head: Any) -> list[Any]:
 
 
 def _labels(cluster: Cluster) -> dict[str, str]:
-    return {LABEL: cluster.name, MADE_BY: made_by(os.getpid())}
+    return {LABEL: cluster.name, MADE_BY: made_by(os.getpid()), WRITES: str(cluster.results)}
 
 
 def _common(
@@ -382,6 +384,10 @@ def clean(engine: Any, say: Callable[[str], None], everything: bool = False) -> 
             say(f"left: {name}, which {does}; `cluster clean --all` ends it, too\n")
         else:
             gone = not remove(engine, name) and gone
+            for folder in {Path(label_of(part, WRITES)) for part in there}:
+                # Neither the command nor its guardian has lived to take it back.
+                if folder.is_absolute() and folder.is_dir() and folder.stat().st_uid == OWN_USER:
+                    give(folder, os.geteuid())
     return gone
 
 
