@@ -98,8 +98,9 @@ def verify(run: options.Run = None) -> None:
     after a look at what it holds, and needs nothing else of the machine that it came from.
 
     Ends with exit code 1 and a sentence that names the case and the file if a planned case is
-    missing, a byte was changed, or a record gives another verdict; with 2 if an archive is damaged
-    or not safe to unpack; with 3 if nothing was judged.
+    missing, a byte was changed, a record gives another verdict, or the package that registers a
+    backend or strategy of the run is not installed; with 2 if an archive is damaged or not safe to
+    unpack; with 3 if nothing was judged.
 
     \b
     shardproof verify

@@ -119,7 +119,7 @@ Impl = Annotated[
 ]
 BackendOption = Annotated[
     list[str] | None,
-    typer.Option("--backend", metavar="B", help="mpi, nccl and gloo_cuda take over others' cells"),
+    typer.Option("--backend", metavar="B", help="of `list backends`; most take over others' cells"),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]
 Expression = Annotated[

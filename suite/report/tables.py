@@ -144,7 +144,7 @@ _SKIPS, _NAMED = 12, 3
 def skips(results: Iterable[CaseResult]) -> list[str]:
     """Why cases were skipped: a line for each implementation and reason, most frequent first."""
     skipped = (result for result in results if verdicts.kind(result.verdict) == "skip")
-    counts = Counter(f"{result.case.implementation} {result.reason}" for result in skipped)
+    counts = Counter(f"{result.case.implementation}: {result.reason}" for result in skipped)
     lines = [f"skipped ({times}): {reason}" for reason, times in counts.most_common(_SKIPS)]
     rest = len(counts) - len(lines)
     return [*lines, *([f"skipped for {rest} more reasons: see report.html"] if rest else [])]

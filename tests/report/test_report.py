@@ -447,8 +447,8 @@ def test_reasons_of_skipped_cases_are_counted() -> None:
     other = result(case("s::other"), "skip", reason="[no] such axis")
     told = report.skips([*skipped, other, result(case("s::fine"))])
     assert told == [
-        "skipped (3): plain because",
-        "skipped (1): plain [no] such axis",
+        "skipped (3): plain: because",
+        "skipped (1): plain: [no] such axis",
     ]
     many = [result(case(f"s::{n}"), "skip", reason=f"reason {n}") for n in range(20)]
     assert len(report.skips(many)) == 13 and "8 more reasons" in report.skips(many)[-1]
@@ -568,7 +568,7 @@ def test_a_run_that_is_shown_again_tells_what_the_run_told(tmp_path: Path, comma
     assert code == 0 and console.export_text() in out
     assert "fail: broken\n    the learning rate is a fish\n    rerun: " in out
     assert out.endswith(
-        "skipped (1): plain not today\n"
+        "skipped (1): plain: not today\n"
         "left out (1): no room: late\n"
         "1 judged (1 fail), 0 xfailed, 1 skipped, 1 left out\n"
     )
