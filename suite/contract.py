@@ -369,7 +369,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Now:
-    """What :meth:`Implementation.given_state` computes from: ``step``, and whole tensors right after it.
+    """What :meth:`Implementation.given_state` computes from: ``step``, and whole tensors after it.
 
     ``was``: further state, and moved buffers, before the update; ``step`` -1, without any: right
     after ``setup``.  ``buffers``: those of each data coordinate, as its forwards left them.

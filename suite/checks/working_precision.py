@@ -35,8 +35,8 @@ from shardproof.checks.numbers import ZERO_FLOOR, root_mean_square, split_zero
 from shardproof.contract import Piece
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.oracle import training
-from shardproof.oracle.truth import Tensors, TruthStep
 from shardproof.oracle.asked import follows_of
+from shardproof.oracle.truth import Tensors, TruthStep
 from shardproof.workloads import Workload, for_case, make
 
 #: Tensors of fewer elements have too few errors to be judged alone.
