@@ -13,7 +13,7 @@ from shardproof.case import WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import GENERAL
 from shardproof.checks.results import CaseResult
-from shardproof.contract import OptimizerSpec
+from shardproof.contract import OptimizerSpec, ScalerSpec
 
 HERE = Path(__file__).parents[1] / "support"
 HERE_IS = "sound_systems:"
@@ -44,6 +44,22 @@ ROWS: list[tuple[str, dict[str, int], dict[str, Any], str, str]] = [
         {
             "workload": WorkloadSpec(f"{HERE_IS}rootless", params={"frozen": True}),
             "options": {"recompute_every": 1},
+        },
+        "pass",
+        "",
+    ),
+    (
+        # Step 1 overflows: its gradients grow by those of the branch, and the momentum in step 2.
+        "reference/pipeline",
+        {"pipe": 1},
+        {
+            "workload": WorkloadSpec(
+                "charnames_gpt",
+                traits=("conditional_late_step", "overflow_on_one_rank"),
+                params={"layers": 1, "width": 16, "seq": 8},
+            ),
+            "optimizer": OptimizerSpec(momentum=0.9, scaler=ScalerSpec(initial=1024.0, interval=2)),
+            "backend": "in_memory",
         },
         "pass",
         "",

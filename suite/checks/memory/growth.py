@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from shardproof.costs.model import JUDGED
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 
 #: The moment of a row that counts Python's small objects in use.
 OBJECTS = "objects"
+#: Classes of tensors that are no state.  State grows where a branch of the model is used late.
+_UNCLAIMED = ("communication", "activations", "temporary")
 #: Least growth of a step: numbers that a system may keep of each step; and objects, beside what the
 #: suite's own records take (80 a tensor, rank and step of two micro-batches [measured]).
 _BYTES, _OBJECTS, _RECORDED = 1024, 20_000, 150
@@ -33,7 +34,7 @@ def problem(evidence: Figures, record: RankRecord) -> str:
     counted = {}
     for row in record.memory:
         if (row.moment, row.where) == ("mark", "after_update") and row.step in held:
-            held[row.step] += row.bytes * (row.kind not in (*JUDGED, "buffers"))
+            held[row.step] += row.bytes * (row.kind in _UNCLAIMED)
         elif row.moment == OBJECTS:
             counted[row.step] = row.bytes
     owner = f"rank {record.rank}"
