@@ -45,8 +45,9 @@ def _file(module: str) -> Path | None:
         return found if (found := Path(module)).is_file() else None
     package, *rest = module.split(".")
     try:
-        spec = importlib.util.find_spec(package)
-    except ValueError:  # a program by its name: ``__main__``
+        # Under ``python -m`` a program has the spec of what was started, not of what is named.
+        spec = None if package == "__main__" else importlib.util.find_spec(package)
+    except ValueError:  # a module that somebody made without one
         spec = None
     if spec is None:
         return None
