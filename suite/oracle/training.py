@@ -57,6 +57,10 @@ Precision = Mapping[str, str]
 Fold = Callable[[int, Sequence[Tensors]], Tensors]
 
 
+class NotJoined(ValueError):
+    """Data coordinates have unequal numbers of micro-batches, draw apart, or have loss terms."""
+
+
 @dataclass(frozen=True)
 class Way:
     """In what a training differs from the plain one.
@@ -104,7 +108,7 @@ def train(
     A parameter that no coordinate used has no gradient and is not updated; one that only some used
     counts as 0 for the others.
 
-    :raises ValueError: ``synced`` with unequal numbers of micro-batches or with a stateful dropout.
+    :raises NotJoined: ``synced``, of coordinates that one device cannot run as one.
     """
     training = _Training(workload, optimizer, coordinates, buffers_rule, way)
     record = Truth(copies(training.model.parameters))
@@ -193,7 +197,7 @@ class _Training:
         self.draws = [read_draws(self.model.module) for _ in self.ranks]
         if self.draws[0]:
             if rule == "synced":
-                raise ValueError("synced buffers join coordinates, whose dropouts draw apart")
+                raise NotJoined("synced buffers join coordinates, whose dropouts draw apart")
             builds = (workload.build_for(0, number) for number, _ in enumerate(self.ranks))
             self.draws = [read_draws(build("meta")) for build in builds]
 
@@ -234,7 +238,7 @@ class _Training:
         if not terms:
             return [[] for _ in batches]
         if self.rule == "synced":
-            raise ValueError(
+            raise NotJoined(
                 "synced buffers join coordinates, and terms of the loss tell them apart"
             )
         parts = []
@@ -491,7 +495,7 @@ def _joint(
     """The ``synced`` rule: micro-batches of equal index run as one; updates ``buffers``."""
     counts = [len(batch.micro_batches) for batch in batches]
     if len(set(counts)) > 1:
-        raise ValueError(f"synced buffers need equal numbers of micro-batches, not {counts}")
+        raise NotJoined(f"synced buffers need equal numbers of micro-batches, not {counts}")
     losses = [0.0] * len(batches)
     for parts in zip(*(batch.micro_batches for batch in batches), strict=True):
         outputs = device.forward(torch.cat([micro.inputs for micro in parts]))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.leader import judge_case
-from shardproof.checks.causes import gradients, scalars, state, updates
+from shardproof.checks.causes import gradients, scalars, state, terms, updates
 from shardproof.checks.causes.buffers import of_buffers
 from shardproof.contract import OptimizerSpec
 from shardproof.evidence.assembled import Evidence
@@ -48,10 +48,23 @@ SYSTEMS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "spoilt_buffers:Hides": ({"replicate": 2}, {"workload": CNN, "optimizer": CLIPPED}),
     "spoilt_buffers:NothingPromised": ({"replicate": 2}, {"workload": CNN}),
 }
+FOLLOWED = {"average": 0.9, "decay_rate": 0.5}
+DROPOUT = replace(CNN, traits=("dropout_stateful",))
+EXPERTS = WorkloadSpec(
+    "digits_experts", global_batch=12, params={"channels": 4, "layers": 2, "scope": "global"}
+)
 LOSSY = {"compress": {"method": "topk", "density": 0.25}}
 CASES = {
     **{name: made_case(name, mesh, id=name, **own) for name, (mesh, own) in SYSTEMS.items()},
-    "compressed": made_case("reference/ddp", {"replicate": 2}, id="compressed", options=LOSSY),
+    **{
+        name: made_case("reference/ddp", {"replicate": 2}, id=name, **own)
+        for name, own in {
+            "compressed": {"options": LOSSY},
+            "followed": {"options": FOLLOWED, "optimizer": CLIPPED},
+            "stateful dropout": {"workload": DROPOUT},
+            "loss terms": {"workload": EXPERTS},
+        }.items()
+    },
 }
 
 
@@ -90,6 +103,7 @@ def _asked(evidence: Evidence) -> Iterator[Any]:
         evidence.truth.steps[step] = _spoilt(truth)
         shares = {n: 1.37 * loss for n, loss in enumerate(truth.losses)}
         yield partial(scalars.of_loss, evidence, step, shares)
+        yield partial(terms.of_terms, evidence, step, 1.37 * truth.loss)
         yield partial(gradients.beside_loss, evidence, step, "", 1.37)
         if not evidence.case.changes_members:
             yield partial(scalars.of_evaluation, evidence, step, 1.37 * truth.loss, truth.loss)
@@ -107,6 +121,8 @@ def _asked(evidence: Evidence) -> Iterator[Any]:
         for name in list(truth.buffers[0] if truth.buffers else ())[:2]:
             if name in held:
                 yield partial(of_buffers, evidence, step, name, 0, held[name])
+                # What nothing explains: every try is made.
+                yield partial(of_buffers, evidence, step, name, 0, _moved(held[name]))
         yield partial(state.of_reload, evidence, evidence, step)
         evidence.truth.steps[step] = truth
 

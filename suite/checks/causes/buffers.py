@@ -68,14 +68,14 @@ def _made_otherwise(
             moved = after(fits.states(evidence, number)[coordinate] | kept, earlier)
         own_way = f"it follows this rank's own batches from the values {told}"
         yield moved[name], f"{name!r} was never sent: {own_way}"
-    counts = case.workload.micro_batch_counts(case.data_coordinates)
     rules = follows_of(case, evidence.declaration)
     changing = evidence.members if case.changes_members else ()
     way = training.Way(case.precision, changing, follows=rules)
-    for rule in _RULES:
-        # One device can join micro-batches only where all have equally many.
-        if rule != evidence.declaration.buffers and (rule != "synced" or len(set(counts)) == 1):
-            size = case.data_coordinates, step + 1
+    size = case.data_coordinates, step + 1
+    for rule in (rule for rule in _RULES if rule != evidence.declaration.buffers):
+        try:
             run = training.train(workload, case.optimizer, *size, rule, way)
-            yield run.steps[step].buffers[coordinate][name], f"{name!r} follows the rule {rule!r}"
+        except training.NotJoined:
+            continue
+        yield run.steps[step].buffers[coordinate][name], f"{name!r} follows the rule {rule!r}"
     yield torch.zeros_like(start[name]), f"{name!r} is zero"
