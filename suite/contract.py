@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
@@ -385,7 +386,8 @@ class Now:
 
 def average(decay: float) -> str:
     """The rule of an average of parameters (``Capabilities.follows``) that begins as they do."""
-    return f"parameter -> {decay:f} * was + (1 - {decay:f}) * parameter"
+    exact = f"{Decimal(repr(float(decay))):f}"  # all digits, and no exponent
+    return f"parameter -> {exact} * was + (1 - {exact}) * parameter"
 
 
 #: How closely a system is held to its strategy.  ``family``: to what every sound member does, and

@@ -79,6 +79,9 @@ def prepare(
     if account.cannot_fit or account.unsound_schedules:
         return None
     oracle = oracle_of(case, system, declaration, workload)
+    if unusable := oracle.follows.unusable(case.steps):
+        account.broken = unusable
+        return None
     return TrainingWork(case, system, declaration, workload, schedules, facts, oracle)
 
 

@@ -56,11 +56,12 @@ _FUNCTIONS: Functions = {
 
 def _named(shown: str) -> Callable[[Any], Any] | None:
     if shown == "pi":
-        return lambda values: math.pi
+        return lambda values: _wide(math.pi)
     return (lambda values: values[shown]) if shown in _NAMES else None
 
 
-_GRAMMAR = Grammar(_named, lambda: [*_NAMES, "pi"], _FUNCTIONS, float)
+#: Numbers are tensors, which divide by zero without raising: what comes of it is no state's value.
+_GRAMMAR = Grammar(_named, lambda: [*_NAMES, "pi"], _FUNCTIONS, lambda digits: _wide(float(digits)))
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,11 @@ def _alone(declared: Capabilities) -> bool:
     return declared.oracle == "emulated" and declared.emulates == "trajectory"
 
 
+def is_usable(setting: float) -> bool:
+    """Whether an update can use it: a number that is not negative."""
+    return 0 <= setting < math.inf
+
+
 @dataclass(frozen=True)
 class Follows:
     """The rules of one system.
@@ -147,7 +153,20 @@ class Follows:
         return dataclasses.replace(spec, **self.settings(step))
 
     def _known(self, step: int) -> dict[str, Any]:
-        return {"step": float(step), **{name: getattr(self.optimizer, name) for name in SETTINGS}}
+        given = {name: getattr(self.optimizer, name) for name in SETTINGS}
+        return {name: _wide(float(value)) for name, value in {"step": step, **given}.items()}
+
+    def unusable(self, steps: int) -> str:
+        """Which setting no update can use in one of so many ``steps``; empty: none."""
+        for step in range(steps):
+            try:
+                settings = self.settings(step)
+            except KeyError as error:
+                return f"follows: a value that updates use is a formula of 'step', not of {error}"
+            for name, value in settings.items():
+                if not is_usable(value):
+                    return f"follows: {SETTING + name!r} is {value:g} in step {step}"
+        return ""
 
     def moved(self, buffers: Iterable[str]) -> list[str]:
         """Which of the model's ``buffers`` are moved after the update."""

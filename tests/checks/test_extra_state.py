@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from shardproof import OwnWorkload, contract
-from shardproof.contract import Capabilities
+from shardproof.contract import Capabilities, Now, OptimizerSpec
 from shardproof.registry import follows
 
 ROOT = Path(__file__).parents[2]
+SGD = OptimizerSpec()
 GPT = "{name: charnames_gpt, global_batch: 12, params: {layers: 1, width: 16, seq: 8}}"
 EXPERTS = "{name: digits_experts, global_batch: 12, params: {channels: 4, layers: 2, scope: SCOPE}}"
 OWN = '{name: "test_extra_state:counting", global_batch: 12}'
@@ -72,6 +73,7 @@ SCENARIOS = {
         "2",
     ),
     "moved": (OWN, "MovesBuffer", "1, 3"),
+    "unusable": (GPT, "ScheduledByDivision ScheduledByItself", "2"),
     "unmoved": (OWN, "MovesByLocalCounts ForgetsToMove", "2"),
     "global": (EXPERTS.replace("SCOPE", "global"), "AddsTerms", "1, 2, 5"),
     "rank": (EXPERTS.replace("SCOPE", "rank"), "AddsTerms", "2, 5"),
@@ -149,6 +151,35 @@ def test_each_broken_promise_is_seen(
     [(verdict, reason)] = told[scenario][system]
     assert verdict == "fail"
     assert says in reason
+
+
+@pytest.mark.parametrize(
+    ("system", "says"),
+    [
+        ("ScheduledByDivision", "'optimizer.weight_decay' is inf in step 0"),
+        ("ScheduledByItself", "a formula of 'step', not of 'was'"),
+    ],
+)
+def test_a_schedule_that_no_update_can_use_is_no_fault_of_the_judge(
+    told: dict[str, dict[str, list[tuple[str, str]]]], system: str, says: str
+) -> None:
+    [(verdict, reason)] = told["unusable"][system]
+    assert verdict == "crash" and says in reason
+
+
+def test_a_schedule_that_ends_below_zero_breaks_no_cause() -> None:
+    rules = follows.of_rules({"optimizer.lr": "0.1 * (1 - step / 3)"}, SGD)
+    assert rules.unusable(4) == "" and "is -0.03" in rules.unusable(5)
+    values = [rules.settings(step)["lr"] for step in range(5)]
+    assert [follows.is_usable(value) for value in values] == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9999999, 1e-7, 1 / 3])
+def test_a_rule_has_all_digits_of_a_decay(decay: float) -> None:
+    rules = follows.of_rules({"mean": contract.average(decay)}, SGD)
+    was, held = torch.tensor(1.0, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64)
+    now = Now(1, {"mean": was}, {"": held}, {}, {}, ())
+    assert float(rules.values(["mean"], now)["mean"]) == decay * 1.0 + (1 - decay) * 3.0
 
 
 def test_a_class_of_version_2_is_not_asked_for_terms_over_the_global_batch(

@@ -189,6 +189,18 @@ class ScheduledLate(Scheduled):
     late = 1
 
 
+class ScheduledByDivision(Scheduled):
+    """Declares what has no value in the first step."""
+
+    rules: ClassVar = {"optimizer.weight_decay": "0.1 / step"}
+
+
+class ScheduledByItself(Scheduled):
+    """Declares a value that updates use by the one before, which nobody has in the first step."""
+
+    rules: ClassVar = {"optimizer.momentum": "0.9 * was"}
+
+
 class Given(ByHand):
     """The largest gradient so far, by a function of the class's own."""
 

@@ -9,6 +9,7 @@ checkpoint     what ``save`` writes: checkpoint/
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from decimal import Decimal
 from typing import Any, Literal, NoReturn, get_args
 
 import torch
@@ -77,7 +78,8 @@ class Followed:
             raise Refused(f"option 'decay_rate' = {self.decay_rate:g}: it must be above 0")
         rules = {"average.*": average(self.average)} if self.average else {}
         if self.decay_rate != 1:
-            rules["optimizer.weight_decay"] = f"weight_decay * power({self.decay_rate:f}, step)"
+            rate = f"{Decimal(repr(float(self.decay_rate))):f}"  # all digits, and no exponent
+            rules["optimizer.weight_decay"] = f"weight_decay * power({rate}, step)"
         return rules
 
 

@@ -139,7 +139,8 @@ def _tries(
     yield (lambda: update.before), "no update was made"
     yield from _swaps(update, wrong)
     for number in (n for n in range(3 * evidence.case.steps) if n != step):
-        settings = rules.settings(number)
+        # A schedule that has ended may go below 0, which no optimizer takes.
+        settings = {n: v for n, v in rules.settings(number).items() if follows.is_usable(v)}
         for names in (settings, *((name,) for name in settings if len(settings) > 1)):
             changed = replace(spec, **{name: settings[name] for name in names})
             told = ", ".join(follows.SETTING + name for name in names)
