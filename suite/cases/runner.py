@@ -11,7 +11,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,18 +102,20 @@ class Session:
         self._over_mpi = False
 
     def __enter__(self) -> Session:
-        self._pool.__enter__()
-        self._pool.fork_server.preload("shardproof.cases.preloaded")
-        self._oracles = self._pool.folder / "oracles", self._disk.__enter__() / "oracles"
-        for folder in self._oracles:
-            folder.mkdir(mode=0o700)
+        with ExitStack() as stack:
+            stack.enter_context(self._pool)
+            self._pool.fork_server.preload("shardproof.cases.preloaded")
+            self._oracles = (
+                self._pool.folder / "oracles",
+                stack.enter_context(self._disk) / "oracles",
+            )
+            for folder in self._oracles:
+                folder.mkdir(mode=0o700)
+            self._ends = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._pool.__exit__()
-        finally:
-            self._disk.__exit__()
+        self._ends.close()
 
     @property
     def _cache(self) -> Path:

@@ -187,9 +187,10 @@ class Pool:
             return True
         spent = self._spent()
         used, item.spent = spent - item.spent, spent
-        item.left -= used
+        item.left -= max(0.0, used)
         item.deadline = time.monotonic() + item.seconds
-        return item.left <= 0 or used < _LEAST_SHARE * item.seconds
+        # Less than before: another task has ended, and its seconds with it.
+        return item.left <= 0 or 0 <= used < _LEAST_SHARE * item.seconds
 
     def _spent(self) -> float:
         return process_control.spent_below(self.fork_server.pid)
