@@ -141,10 +141,14 @@ def _note_end(account: Account, error: Exception) -> None:
 def _fault_of_machine(account: Account, result: CaseResult, launcher: Launcher) -> str:
     """What of this machine, not of the system, broke the case; empty: nothing is known to have.
 
-    Not asked where the case ended well, or takes from a node on purpose what is looked for.
+    Not asked where the case ended well, where all that it ran was measured, or where it takes from
+    a node on purpose what is looked for.
     """
-    case, cause = account.case, root_cause(account.outcomes)
-    broke = cause is not None or account.fault or verdicts.kind(result.verdict) in verdicts.RED
+    case, cause, found = account.case, root_cause(account.outcomes), account.figures
+    # Ranks that left whole records lacked nothing: what is wrong in them is the system's.
+    is_measured = isinstance(found, Evidence) and not any(b.problem for b in found.beside.values())
+    red = not is_measured and verdicts.kind(result.verdict) in verdicts.RED
+    broke = cause is not None or account.fault or red
     if not broke or (case.fault is not None and case.fault.strikes_nodes):
         return ""
     return fault_of_machine(cause, launcher.workdir, BACKENDS[case.backend])

@@ -309,7 +309,7 @@ def pulls(terms: Sequence[LossTerm], parts: Sequence[Sequence[Sequence[Tensor]]]
             over = (own if term.scope == "rank" else whole).clone().requires_grad_()
             value = term.value(over)
             [slope] = torch.autograd.grad(value, [over])
-            share = float(value) / (1 if term.scope == "rank" else len(sums))
+            share = float(value.detach()) / (1 if term.scope == "rank" else len(sums))
             found[number].append(Pull(term, slope, share))
     return found
 

@@ -15,11 +15,12 @@ from shardproof.backends import BACKENDS
 from shardproof.backends.gloo import problem_of_interface
 from shardproof.case import Case
 from shardproof.cases.launcher import Launcher
-from shardproof.cases.leader import _fault_of_machine
+from shardproof.cases.leader import _fault_of_machine, judge_case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem
 from shardproof.evidence.account import Account
+from shardproof.evidence.assembled import Beside, Evidence
 from shardproof.launch import machine_faults
 from shardproof.launch.outcome import RankOutcome
 from shardproof.launch.ranks import Forked
@@ -83,6 +84,21 @@ def test_what_ended_well_is_not_asked_about(
     monkeypatch.setattr(machine_faults, "lacking", lambda *_, **__: Problem("no room", "make some"))
     made, passed = Account(case), CaseResult(CASE, case, "pass", "")
     assert _fault_of_machine(made, passed, Launcher(tmp_path, Forked(), tmp_path)) == ""
+
+
+def test_what_was_measured_is_the_systems(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = judge_case(case, tmp_path / "work", tmp_path / "oracles")[0]
+    assert isinstance(sound.figures, Evidence)
+    monkeypatch.setattr(machine_faults, "lacking", lambda *_, **__: Problem("no room", "make some"))
+    failed, launcher = (
+        CaseResult(CASE, case, "fail", "norm: wrong"),
+        Launcher(tmp_path, Forked(), tmp_path),
+    )
+    assert _fault_of_machine(sound, failed, launcher) == ""
+    sound.figures.beside["relation"] = Beside(problem="in another run rank 0 raised OSError")
+    assert _fault_of_machine(sound, failed, launcher) == "no room - make some"
 
 
 def test_an_interface_that_is_missing_down_or_without_an_address_is_told(
