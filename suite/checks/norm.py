@@ -29,22 +29,23 @@ NEEDS: Needs = ("values",)
 #: Bound of the relative error by dtype (float32: 100 round-offs; norms are sums of thousands).
 BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5, "bfloat16": 0.05, "float16": 0.01}
 #: Roundings of a norm that is kept in a narrow dtype: of a tensor's own norm, of its square and of
-#: the sum over ranks, and of the root (half of one); then of the norm of these.
-_ROUNDINGS = 4
+#: the sum over ranks, and of the root (half of one); then of the norm of these.  And of one that is
+#: added up in a wider dtype from what torch gives for shards: of a tensor's norm, and of theirs.
+_ROUNDINGS, _OF_SHARDS = 4, 2
 
 
 def _bound(dtype: str, norm: float, truth: float) -> float:
     """What correct runs may err by.
 
-    A norm that is no number of a narrow dtype was added up in a wider one, at worst from the
-    tensors' own norms, each of which that dtype rounds once.
+    A norm that is no number of a narrow dtype was added up in a wider one, at worst from the norms
+    of shards.
     """
     if dtype not in NARROW:
         return BOUNDS[dtype]
     narrow = torch.finfo(getattr(torch, dtype))
     unit = max(narrow.eps / 2, narrow.smallest_normal * narrow.eps / (truth or 1.0))
     is_rounded = float(torch.tensor(norm, dtype=getattr(torch, dtype))) == norm
-    return min(unit * (_ROUNDINGS if is_rounded else 1) + BOUNDS["float32"], BOUNDS[dtype])
+    return min(unit * (_ROUNDINGS if is_rounded else _OF_SHARDS) + BOUNDS["float32"], BOUNDS[dtype])
 
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
