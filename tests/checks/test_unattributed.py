@@ -68,6 +68,19 @@ def test_a_model_with_gradients_in_its_loss_is_timed_as_on_ranks() -> None:
     assert (memory.status, memory.message) == ("pass", "")
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_a_step_of_the_head_alone_and_one_of_all_are_both_measured(strategy: str) -> None:
+    """One keeps nothing for backward, the other has all of a backward."""
+    found: list[CaseResult] = []
+    knobs = {"layers": 6, "width": 16, "heads": 4, "seq": 32, "first_step": "head"}
+    work = WorkloadSpec("charnames_gpt", params=knobs, global_batch=48, micro_batches=1)
+    fields: dict[str, Any] = {"workload": work, "optimizer": ADAMW, "checks": ("memory",)}
+    case = made_case(f"reference/{strategy}", {"shard": 2}, backend="in_memory", **fields)
+    run_cases([case], 1, found.append)
+    [memory] = found[0].checks
+    assert (memory.status, memory.message) == ("pass", "")
+
+
 def test_a_rank_may_have_a_unit_and_a_parameter_more_and_no_byte_beyond() -> None:
     told = evidence()
     told.compared["memory"] = rows = list(unattributed.measure(told))

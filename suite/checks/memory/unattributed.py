@@ -88,17 +88,29 @@ class _Key:
 
 @lru_cache(maxsize=16)
 def _one_process(key: _Key) -> Mapping[str, int]:
-    """Phase -> bytes, of one step on the largest micro-batch."""
+    """Phase -> bytes, of one step on the largest micro-batch; where parameters are used later than
+    others, the most of a step before and of one after.
+    """
+    from shardproof import workloads
+
+    case, workload = key.case, workloads.for_case(key.case)
+    first = max((workload.first_use(name) or 0 for name in workload.trainable_names), default=0)
+    parts = [range(first), range(first, case.steps)]
+    found = [_of_steps(case, steps) for steps in parts if steps and steps[0] < case.steps]
+    return {phase: max(one.get(phase, 0) for one in found) for phase in found[-1]}
+
+
+def _of_steps(case: Case, steps: range) -> Mapping[str, int]:
+    """Phase -> bytes, of one step on the largest micro-batch of ``steps``."""
     from shardproof import workloads
     from shardproof.oracle.optimizers import build_optimizer
 
-    case = key.case
     workload = workloads.for_case(case)
     model, build = workload.model(), workload.build_for(0)
     workload.load(model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(case.optimizer, named)
-    batches = (b for s in range(case.steps) for b in workload.batch(s, case.data_coordinates))
+    batches = (b for s in steps for b in workload.batch(s, case.data_coordinates))
     micro = max((m for b in batches for m in b.micro_batches), key=lambda m: m.inputs.numel())
     # The ranks' own clock: a model with gradients in its loss has backwards in its forward.
     log, before = program_order.RankLog(), program_order.current()
