@@ -31,7 +31,11 @@ if [ "$1" = node ]; then
     ranks
     # Compose stops all containers when one ends, so outlive the head, which judges: its name is known while it runs.
     trap 'exit 0' TERM INT
-    while getent hosts head > /dev/null; do sleep 1 & wait $!; done
+    misses=0  # in a row: on a busy machine a look-up may fail
+    while [ "$misses" -lt 5 ]; do
+        if getent hosts head > /dev/null; then misses=0; else misses=$((misses + 1)); fi
+        sleep 1 & wait $!
+    done
     exit 0
 fi
 
