@@ -260,6 +260,10 @@ class Wing:
         """Sections of the reports of ``run`` (:class:`shardproof.report.section.Section`)."""
         return ()
 
+    def sections_of_cases(self, run: Any) -> Sequence[Any]:
+        """Sections like those of :meth:`sections`, also where ``run`` has cases only."""
+        return ()
+
     def limits(self, run: Any) -> Iterable[Any]:
         """What the wing did not check in ``run`` (:class:`shardproof.report.limits.Limit`)."""
         return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,12 @@ class Cluster(Wing):
         from shardproof.cluster import doctor
 
         return doctor.examine() if thorough else doctor.engine_alone()
+
+    def sections_of_cases(self, run: Any) -> Sequence[Any]:
+        """Bytes between nodes, and memory of each."""
+        from shardproof.cluster.reported import sections
+
+        return sections(run)
 
 
 WING = Cluster()

@@ -18,21 +18,20 @@ from shardproof.report import (
     kills,
     limits,
     memory,
-    nodes,
     tables,
 )
 from shardproof.report.drawings import bars, timelines
 from shardproof.report.section import TEMPLATES, Section, folded, rendered
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
-from shardproof.wings import wings_of
+from shardproof.wings import wings, wings_of
 
 Tables = Callable[[Run], Sequence[Table]]
 
 
 _MODULES = (
     *(bars, bubbles, capability_matrix, cases, coverage, environment, kills),
-    *(limits, memory, nodes, tables, timelines, verdicts),
+    *(limits, memory, tables, timelines, verdicts),
 )
 #: What templates of the core may ask, by name.
 _ASKED = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
@@ -80,7 +79,8 @@ def _killed(run: Run) -> str:
     return f"\n{kills.verdict_counts(run.kills)}" if run.kills else ""
 
 
-#: Sections of the core: those above what wings add, and those below.
+#: Sections of the core: those above what wings say of cases, one between that and what wings say of
+#: their own results, and those below.
 ABOVE = (
     SectionOfCore("broke", "What broke", lines=cases.broken_lines),
     SectionOfCore(
@@ -109,9 +109,8 @@ ABOVE = (
         terminal=lambda run: bubbles.tables(run.cases),
         readme=lambda run: "\n".join(map(folded, bubbles.tables(run.cases))),
     ),
-    SectionOfCore("nodes", "Nodes", nodes.tables),
-    SectionOfCore("coverage", "Coverage", lambda run: [coverage.seen_table(run.cases)]),
 )
+COVERAGE = SectionOfCore("coverage", "Coverage", lambda run: [coverage.seen_table(run.cases)])
 BELOW = (
     SectionOfCore("faults", "Planted faults", _faults, readme=_killed),
     SectionOfCore(
@@ -134,4 +133,5 @@ def of_wings(run: Run) -> list[Section]:
 def sections(run: Run) -> list[Section]:
     """All sections of the reports of ``run``, in order."""
     above, below = ([replace(part, run=run) for part in parts] for parts in (ABOVE, BELOW))
-    return [*above, *of_wings(run), *below]
+    of_cases = [section for wing in wings() for section in wing.sections_of_cases(run)]
+    return [*above, *of_cases, replace(COVERAGE, run=run), *of_wings(run), *below]

@@ -15,10 +15,10 @@ from shardproof.case import WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import Outcome, traffic
 from shardproof.checks.results import CaseResult
+from shardproof.cluster import reported as report
 from shardproof.evidence.account import Account
 from shardproof.evidence.assembled import Figures
 from shardproof.report import forms
-from shardproof.report import nodes as report
 from shardproof.runs.run_folder import RunFolder, read
 from shardproof.verdicts import kind
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from shardproof.checks.results import CaseResult
 from shardproof.report.drawings.bars import CLASSES
 from shardproof.report.memory import precision_of
+from shardproof.report.section import Section, rendered
 from shardproof.report.tables import Figures, whole
 from shardproof.runs.run_folder import Run
 from shardproof.scenarios.cells import mesh_name
@@ -21,6 +26,26 @@ _MEMORY = (
     *("implementation", "optimizer", "precision", "mesh"),
     *("node", "ranks", "held", "formula"),
 )
+
+
+@dataclass(frozen=True)
+class Nodes(Section):
+    """What lies on which node, and what goes between them."""
+
+    anchor, title = "nodes", "Nodes"
+
+    tables: Sequence[Table]
+
+    def html(self) -> Markup:
+        return rendered(Path(__file__).parent / "templates/nodes.html", tables=self.tables)
+
+    def markdown(self) -> Iterator[str]:
+        yield from (table.section(2) for table in self.tables)
+
+
+def sections(run: Run) -> list[Section]:
+    """The section, if a case of ``run`` has anything to tell."""
+    return [Nodes(found)] if (found := tables(run)) else []
 
 
 def tables(run: Run) -> list[Table]:
