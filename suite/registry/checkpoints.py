@@ -5,26 +5,21 @@ implementations themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardproof.errors import Problem, SelectionError
 from shardproof.impls.pytorch.checkpoint.folders import holds_dcp
 from shardproof.impls.pytorch.checkpoint.reading import DcpCheckpoint
 from shardproof.impls.pytorch.checkpoint.writing import write_dcp
+from shardproof.impls.reference.checkpoint.convert import blocks, nothing_left
 from shardproof.impls.reference.checkpoint.convert import convert as convert_checkpoint
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
 from shardproof.impls.reference.checkpoint.errors import told as why_not_saved
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
-from shardproof.impls.reference.checkpoint.reading.regions import Place
-from shardproof.impls.reference.checkpoint.reading.reshape import plan
 
-if TYPE_CHECKING:
-    from torch import Tensor
+__all__ = ["FORMS", "Checkpoint", "as_problem", "blocks", "convert", "opened", "told"]
 
-#: Elements that are read at once.
-BLOCK = 1 << 20
 FORMS = ("full", "sharded", "dcp")
 
 
@@ -54,35 +49,6 @@ def opened(path: Path) -> Iterator[Checkpoint]:
     kind = DcpCheckpoint if holds_dcp(path) else Checkpoint
     with told(), kind.open(path) as checkpoint:
         yield checkpoint
-
-
-def blocks(checkpoint: Checkpoint, kind: str, name: str, copy: int) -> Iterator[tuple[int, Tensor]]:
-    """First element and elements of copy number ``copy``, in the order of the flattened tensor."""
-    import torch
-
-    from shardproof.impls.reference.checkpoint.data_file import DTYPES
-
-    entries = checkpoint.copies[kind, name][copy]
-    shape, dtype = entries[0].place.shape, DTYPES[entries[0].dtype]
-    numel = torch.Size(shape).numel()
-    for begin in range(0, numel, BLOCK):
-        end = min(begin + BLOCK, numel)
-        target = torch.empty(end - begin, dtype=dtype)
-        checkpoint.fill(target, plan(Place(shape, None, (begin, end)), entries))
-        yield begin, target
-
-
-@contextmanager
-def nothing_left(root: Path) -> Iterator[None]:
-    """Where what follows fails: remove ``root`` and what it lies in, as far as made and empty."""
-    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):  # one that holds something stays
-            for folder in missing:
-                folder.rmdir()
-        raise
 
 
 def convert(source: Checkpoint, root: Path, form: str, ranks: int) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from shardproof.impls.reference.checkpoint.writing import close_pair, open_pair,
 
 #: What is cut; the rest is small, and belongs to somebody.
 CUT = ("parameters", "optimizer")
+#: Elements that are read at once.
+BLOCK = 1 << 20
 
 
 def convert(
@@ -74,6 +77,31 @@ def tensor_of(source: Checkpoint, name: Name) -> Tensor:
     target = torch.empty(first.place.shape, dtype=DTYPES[first.dtype])
     source.fill(target, source.plan(Place.all_of(first.place.shape), name))
     return target
+
+
+def blocks(source: Checkpoint, kind: str, name: str, copy: int) -> Iterator[tuple[int, Tensor]]:
+    """First element and elements of copy number ``copy``, in the order of the flattened tensor."""
+    entries = source.copies[kind, name][copy]
+    shape, dtype = entries[0].place.shape, DTYPES[entries[0].dtype]
+    numel = torch.Size(shape).numel()
+    for begin in range(0, numel, BLOCK):
+        end = min(begin + BLOCK, numel)
+        target = torch.empty(end - begin, dtype=dtype)
+        source.fill(target, plan(Place(shape, None, (begin, end)), entries))
+        yield begin, target
+
+
+@contextmanager
+def nothing_left(root: Path) -> Iterator[None]:
+    """Where what follows fails: remove ``root`` and what it lies in, as far as made and empty."""
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # one that holds something stays
+            for folder in missing:
+                folder.rmdir()
+        raise
 
 
 def names(source: Checkpoint) -> Iterator[tuple[str, str, int, torch.dtype, tuple[int, ...]]]:
