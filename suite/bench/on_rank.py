@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shardproof.launch.process_control import by_core
+from shardproof.bench.model.physical_cores import by_core
 
 
 def share(cores: Sequence[int], rank: int, world: int) -> list[int]:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardproof.axes import sharing, size
+from shardproof.bench.model.physical_cores import physical_cores
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.files import Stored
-from shardproof.launch.process_control import physical_cores
 
 if TYPE_CHECKING:
     from shardproof.costs import ModelFacts

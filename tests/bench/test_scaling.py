@@ -461,14 +461,14 @@ def test_systems_without_a_data_axis_are_told_so() -> None:
 
 
 def test_two_threads_of_a_core_are_one_physical_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardproof.launch import process_control
+    from shardproof.bench.model import physical_cores as machine
 
-    monkeypatch.setattr(process_control, "by_core", lambda: [[0, 4], [1, 5], [2]])
-    assert process_control.physical_cores() == 3
-    monkeypatch.setattr(process_control, "by_core", lambda: None)  # a kernel that tells nothing
+    monkeypatch.setattr(machine, "by_core", lambda: [[0, 4], [1, 5], [2]])
+    assert machine.physical_cores() == 3
+    monkeypatch.setattr(machine, "by_core", lambda: None)  # a kernel that tells nothing
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 64)
-    monkeypatch.setattr(process_control, "cores", lambda: 2)
-    assert process_control.physical_cores() == 2
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    assert machine.physical_cores() == 2
 
 
 def test_the_plain_program_is_an_implementation() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from markupsafe import Markup
 
 from shardproof.bench.collective_times import Timed, text
+from shardproof.bench.drawings.markers import marker
 from shardproof.report.drawings import svg
 
 _MARKS = ("circle", "square", "diamond")
@@ -56,11 +57,11 @@ def _draw(members: Sequence[Timed]) -> Markup:
         look, mark = number % LOOKS, _MARKS[number % len(_MARKS)]
         ordered = [(x(n), y(rate)) for n, rate in sorted(points.items())]
         parts.append(svg.path(ordered, f"w-{look}"))
-        parts += [svg.marker(mark, *point, f"v-{look}", 2.4) for point in ordered]
+        parts += [marker(mark, *point, f"v-{look}", 2.4) for point in ordered]
         row = bottom + 34 + _ROW * (number // 2)
         left = _LEFT - 44 + 165 * (number % 2)
         parts.append(svg.path([(left, row - 4), (left + 22, row - 4)], f"w-{look}"))
-        parts.append(svg.marker(mark, left + 11, row - 4, f"v-{look}", 2.8))
+        parts.append(marker(mark, left + 11, row - 4, f"v-{look}", 2.8))
         parts.append(svg.text(left + 28, row, name))
     first = members[0]
     title = f"Bus bandwidth of {first.operation} on {first.backend}, {first.world} ranks"

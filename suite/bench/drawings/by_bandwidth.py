@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from markupsafe import Markup
 
 from shardproof.bench.drawings.bandwidth import LOOKS
+from shardproof.bench.drawings.markers import marker
 from shardproof.bench.lines import CellLine
 from shardproof.launch.nodes import bits_per_second
 from shardproof.report.drawings import svg
@@ -81,13 +82,13 @@ def _draw(name: str, world: int, members: Sequence[CellLine]) -> Markup:
             x = LEFT + room * (ordered.index(line.cell.bandwidth) + 0.5) + shift
             found = line.efficiency["plain"]
             parts.append(svg.line(x, y(found.low), x, y(found.high), f"w-{look}"))
-            parts.append(svg.marker(mark, x, y(found.ratio), f"v-{look}", 2.8))
+            parts.append(marker(mark, x, y(found.ratio), f"v-{look}", 2.8))
             if (modelled := line.modelled_efficiency) is not None:
                 height = y(min(modelled, y.high))
-                parts.append(svg.marker("diamond", x + 5, height, "m-modelled", 2.2))
+                parts.append(marker("diamond", x + 5, height, "m-modelled", 2.2))
         row = bottom + 36 + _ROW * (number // 2)
         left = LEFT - 34 + 160 * (number % 2)
-        parts.append(svg.marker(mark, left + 6, row - 4, f"v-{look}", 2.8))
+        parts.append(marker(mark, left + 6, row - 4, f"v-{look}", 2.8))
         parts.append(svg.text(left + 16, row, system))
     text = " ".join(_sentence(line) for line in members)
     height = bottom + 40 + _ROW * ((len(systems) + 1) // 2)

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from shardproof.bench.drawings import by_bandwidth
 from shardproof.bench.drawings.by_bandwidth import LEFT, RIGHT, WIDTH
+from shardproof.bench.drawings.markers import marker
 from shardproof.bench.lines import CellLine
 from shardproof.bench.scaling import tables
 from shardproof.report.drawings import svg
@@ -60,7 +61,7 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -
     parts.append(svg.text(WIDTH - RIGHT, target - 4, label, "target-label", "end"))
     if modelled:
         parts.append(svg.path([(x(w), y(m)) for w, m in modelled], "s-modelled"))
-        parts += [svg.marker("diamond", x(w), y(m), "m-modelled", 2.6) for w, m in modelled]
+        parts += [marker("diamond", x(w), y(m), "m-modelled", 2.6) for w, m in modelled]
     for shift, (base, mark) in zip((-4.0, 4.0), BASES, strict=True):
         for line in ordered:
             found = (line.efficiency or {}).get(base)
@@ -71,7 +72,7 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -
             hollow = " hollow" if line.verdict == "oversubscribed" else ""
             parts.append(svg.line(at, y(low), at, y(high), f"s-{base}"))
             parts += [svg.line(at - 3, y(end), at + 3, y(end), f"s-{base}") for end in (low, high)]
-            parts.append(svg.marker(mark, at, y(found.ratio), f"m-{base}{hollow}", 2.8))
+            parts.append(marker(mark, at, y(found.ratio), f"m-{base}{hollow}", 2.8))
     title = f"{scenario.capitalize()} scaling of {name} on {backend}"
     text = " ".join(_sentence(line) for line in ordered)
     return svg.drawing(title, text, (WIDTH, _HEIGHT), parts, "chart")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from markupsafe import Markup
 
 from shardproof.bench import tables as times
+from shardproof.bench.drawings.markers import marker
 from shardproof.bench.lines import PairFigures, PairLine
 from shardproof.report.drawings import svg
 from shardproof.report.looks import chip
@@ -78,7 +79,7 @@ def _draw(line: PairLine, figures: PairFigures, scale: svg.PixelScale) -> Markup
     look = {"faster": "i-good", "slower": "i-bad"}.get(line.verdict, "i-plain")
     parts.append(svg.line(scale(low), 14, scale(high), 14, look))
     parts += [svg.line(scale(end), 9, scale(end), 19, look) for end in (low, high)]
-    parts.append(svg.marker("square", scale(ratio), 14, look, 5.0))
+    parts.append(marker("square", scale(ratio), 14, look, 5.0))
     title = f"{line.pair.a.implementation} over {line.pair.b.implementation}: {line.verdict}"
     interval = f"95 % interval {low:.3f} to {high:.3f}"
     text = f"Ratio of times {ratio:.3f}, {interval}; margin {margin:.1%}.{twins}"

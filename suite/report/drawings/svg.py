@@ -78,16 +78,6 @@ def path(points: Sequence[tuple[float, float]], class_: str) -> Markup:
     return element("path", d=f"M{points_text}", class_=class_)
 
 
-def marker(kind: str, x: float, y: float, class_: str, size: float = 4.5) -> Markup:
-    """A ``circle``, ``square`` or ``diamond`` around a point."""
-    if kind == "circle":
-        return element("circle", cx=x, cy=y, r=size, class_=class_)
-    if kind == "square":
-        return rect(x - size * 0.9, y - size * 0.9, size * 1.8, size * 1.8, class_)
-    half = size * 1.25
-    return path([(x, y - half), (x + half, y), (x, y + half), (x - half, y), (x, y - half)], class_)
-
-
 @dataclass(frozen=True)
 class PixelScale:
     """From values between ``low`` and ``high`` to units; ``log``: equal ratios, equal distances."""
