@@ -334,9 +334,7 @@ def called(path: str, number: int, method: str, *given: Any) -> Any:
 
 def given_state(path: str, now: Mapping[str, Any], options: Options) -> Any:
     """The right values of further state."""
-    system: Any = registry.load(path)
-    version: Any = contract  # 2 has no such method, and so nobody asks
-    return system.given_state(version.Now(**now), options)
+    return registry.load(path).given_state(contract.Now(**now), options)
 
 
 def offers(path: str, options: Options, backend: str, world: int) -> Any:
