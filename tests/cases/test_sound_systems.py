@@ -23,7 +23,7 @@ TABLED, ROOTLESS = ({"workload": WorkloadSpec(f"{HERE_IS}{n}")} for n in ("table
 #: System, mesh, fields of the case, verdict, what the reason says.
 ROWS: list[tuple[str, dict[str, int], dict[str, Any], str, str]] = [
     *((f"{HERE_IS}DDP", {"replicate": n}, TABLED, "pass", "") for n in (1, 3, 5)),
-    (f"{HERE_IS}OtherTable", {"replicate": 2}, TABLED, "fail", "'table' on rank 1"),
+    (f"{HERE_IS}OtherTable", {"replicate": 2}, TABLED, "fail", "rank 1 starts 'table' from"),
     (f"{HERE_IS}DDP", {"replicate": 2}, {"optimizer": ADAMW}, "pass", ""),
     *((f"{HERE_IS}FSDP2", {"shard": n}, ROOTLESS, "pass", "") for n in (1, 2, 5)),
     (f"{HERE_IS}FSDP2", {"shard": 3}, {"optimizer": ADAMW}, "pass", ""),

@@ -350,7 +350,7 @@ def test_sentences_say_what_was_not_loaded(told: state.Load, says: str) -> None:
 
 def test_three_names_are_said_and_all_are_kept() -> None:
     saved = {f"w{number}": W + number for number in range(5)}
-    told = load("parameters", saved, {n: t + (n != "w0") for n, t in saved.items()})
+    told = load("parameters", saved, {n: t + 0.5 * (n != "w0") for n, t in saved.items()})
     said = "4 of 5 parameters were not loaded: 3 of 3 elements of 'w1' are others"
     assert state.of_load(told) == f"{said} ('w1', 'w2', 'w3' and 1 more)"
     assert told.wrong == ["w1", "w2", "w3", "w4"]
@@ -535,7 +535,7 @@ def test_the_suite_saves_by_every_strategy_and_format_into_every_kind_of_world()
         "hybrid",
     )
     assert met(lambda c: c.implementation) == {f"reference/{name}" for name in strategies}
-    assert met(lambda c: c.options["checkpoint"]["format"]) == {*FORMATS}
+    assert met(lambda c: c.options.get("checkpoint", {}).get("format", "sharded")) == {*FORMATS}
     assert met(lambda c: c.optimizer.name) == {"sgd", "adamw"}
     assert met(lambda c: c.backend) == {"in_memory", "gloo"}
     for strategy in strategies[1:]:

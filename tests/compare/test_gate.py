@@ -548,7 +548,7 @@ def test_the_summary_and_annotations_are_grouped_by_cause(gate: Judge) -> None:
         kind = "reference/ddp" if number % 2 else "mine:Mine"
         line["case"]["implementation"] = kind
         line["case"]["mesh"] = {"shard": 9 - number % 5}
-        line["reason"] = f"equivalence: every gradient is {2 + number} times too small (3 = ranks)"
+        line["reason"] = f"equivalence: every gradient is {20 + number} times too small (3 = ranks)"
         line["rerun"] = f"shardproof run -k '{line['id']}'"
     found = gate([], new)
     text = gate_output.summary(found)

@@ -578,7 +578,7 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
     quick = [case for case in shipped if case.tier == "quick" and "/conformance/" in case.source]
     assert 150 <= len(quick) <= 340  # what `make bench` runs, beside checkpoints
     saved = [case for case in shipped if case.tier == "quick" and "/checkpoint/" in case.source]
-    assert 30 <= len(saved) <= 40 and all(case.checkpoint for case in saved)
+    assert 30 <= len(saved) <= 45 and all(case.checkpoint for case in saved)
     own = ("pipeline", "deepspeed-pipeline", "tensor", "hybrid")
     assert sum(case.scenario.startswith(own) for case in quick) <= 45  # a minute on two cores
     assert sum(case.scenario.startswith("compression") for case in quick) <= 14
@@ -645,7 +645,7 @@ def test_the_sharded_family_fits_into_minutes(shipped: list[Case]) -> None:
         if not case.scenario.startswith(OTHERS) and "/ecosystem/" not in case.source
     ]
     assert sum(case.tier == "quick" for case in family) <= 62
-    assert sum(case.tier == "full" for case in family) <= 690
+    assert sum(case.tier == "full" for case in family) <= 800
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "fsdp"])

@@ -81,7 +81,8 @@ def test_second_derivatives_are_refused_where_parameters_go_in_between() -> None
     module = workload("digits_penalty").model("meta")
     with pytest.raises(Refused, match=r"recompute_every' = 1: the model \(Penalised\) takes"):
         recompute_units(module, ["blocks.0", "blocks.1"], 1)
-    with pytest.raises(Refused, match="'0' takes a gradient in its forward, but so; do that"):
+    said = r"'0' takes a gradient in its forward \(declined 'second_derivative'\), but so; do that"
+    with pytest.raises(Refused, match=said):
         refuse_second_derivatives(nn.Sequential(module), "asked", "so", "do that")
     assert recompute_units(module, ["blocks.0"], 0) == []
     with pytest.raises(ValueError, match="through the whole model"):

@@ -494,29 +494,12 @@ class StateOfTheNextParameter(Contents):
         return _changed(state, "optimizer", slots)
 
 
-@mutant(
-    "saves_live_buffers",
-    says="buffer",
-    zoo=("K10",),
-    options=BEHIND,
-    workload=WorkloadSpec("digits_cnn", global_batch=12),
-    steps=4,
-)
-class LiveBuffers(AsynchronousSharded):
-    """Buffers are copied right before the update, with the parameters: forward has moved them."""
+class _DueAtUpdate(AsynchronousSharded):
+    """``is_due`` is set right before the update that follows a save, or where it is awaited."""
 
     def save(self, state: State) -> Path:
         self.is_due = threading.Event()
         return super().save(state)
-
-    @torch.no_grad()
-    def fill(self, copies: Sequence[Held], tensors: Sequence[Held], later: bool) -> None:
-        super().fill(copies, tensors, later)
-        if later:
-            self.is_due.wait()
-            for mine, one in zip(copies, tensors, strict=True):
-                if one.kind == "buffers":
-                    mine.tensor.copy_(one.tensor)
 
     def before_update(self) -> None:
         if self.under_way is not None:
@@ -527,3 +510,24 @@ class LiveBuffers(AsynchronousSharded):
         if self.under_way is not None:
             self.is_due.set()
         super().wait()
+
+
+@mutant(
+    "saves_live_buffers",
+    says="buffer",
+    zoo=("K10",),
+    options=BEHIND,
+    workload=WorkloadSpec("digits_cnn", global_batch=12),
+    steps=4,
+)
+class LiveBuffers(_DueAtUpdate):
+    """Buffers are copied right before the update, with the parameters: forward has moved them."""
+
+    @torch.no_grad()
+    def fill(self, copies: Sequence[Held], tensors: Sequence[Held], later: bool) -> None:
+        super().fill(copies, tensors, later)
+        if later:
+            self.is_due.wait()
+            for mine, one in zip(copies, tensors, strict=True):
+                if one.kind == "buffers":
+                    mine.tensor.copy_(one.tensor)
