@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -187,7 +188,9 @@ def test_a_case_server_judges_and_leaves_nothing_behind(monkeypatch: pytest.Monk
         for file in process.open_files()
         if Path(file.path).parent.name.startswith(PREFIX)
     }
-    assert folders and all(folder.parent == workspace_base() for folder in folders)
+    # Shared oracles have a second folder, on the disk, for where memory has little room.
+    parents = {folder.parent for folder in folders}
+    assert workspace_base() in parents <= {workspace_base(), Path(tempfile.gettempdir())}
     server.close()
     _until(lambda: not _marked(mark))
     assert not any(folder.exists() for folder in folders)
