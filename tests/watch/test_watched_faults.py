@@ -86,6 +86,18 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         r"initial parameters differ before the first step: .*rank 0 and rank 1 "
         r"\(4 of 4 parameters: 0\.weight \[32x16\]",
     ),
+    "one_rank_has_another_table": (
+        [
+            (
+                "    model = DistributedDataParallel(model)\n",
+                "    model.register_buffer('table', torch.full((8,), 1.0 + rank))\n"
+                "    model = DistributedDataParallel(model, broadcast_buffers=False)\n",
+            )
+        ],
+        CLEAN,
+        "buffers",
+        r"buffers differ that no step changes: .*rank 0 and rank 1 \(1 of 1 buffers: table \[8\]\)",
+    ),
     "one_rank_changes_its_gradient": (
         [
             (
@@ -268,6 +280,7 @@ SOON = ("one_rank_waits_for_ever", "ranks_wait_in_backward")
 #: What docs/watch.md says that it finds, and the faults here that are such.
 PLANTED = {
     "initial parameters differ": {"another_seed_and_no_broadcast"},
+    "a constant table below `DistributedDataParallel` differs": {"one_rank_has_another_table"},
     "gradients differ (a rank was not averaged)": {
         *("parts_when_one_rank_stops_reducing", "one_rank_changes_its_gradient")
     },
