@@ -39,7 +39,7 @@ def tell_apart(evidence: Evidence, run: Callable[[Case], Evidence | None]) -> No
     except Exception as error:
         if is_exhausted(error):
             raise
-        return
+        return  # the sentence stays as it was: nothing is decided by the other run
     for name, row in found.items() if again else ():
         told = next((row.problem for row in again[name] if row.problem), "")
         plain = replace(row, problem=resolved(row.problem, told))

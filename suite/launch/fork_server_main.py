@@ -220,7 +220,7 @@ class _Server:
             os._exit(code)
 
     def _end_stopped(self) -> None:
-        """A leader that is stopped watches nobody, and its ranks would wait for it."""
+        """End leaders that a signal has stopped: their ranks would wait for ever."""
         for leader in self._leaders.values():
             leader.watched.look()
             if leader.watched.stopped >= process_control.STOPPED_LOOKS:

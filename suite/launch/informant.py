@@ -96,17 +96,13 @@ class Informant:
 
     def _wait(self) -> None:
         """Until an answer has come, or the process has ended."""
-        _, began = process_control.activity_of(self._pid)
-        last, idle = began, 0
+        watched = process_control.Watched(self._pid)
         while not self._line.poll(TICK_SECONDS):
-            state, spent = process_control.activity_of(self._pid)
-            if state == "Z":  # a process that it started may hold the line open
+            watched.look()
+            if watched.letter == "Z":  # a process that it started may hold the line open
                 raise EOFError
-            # Counted in looks, not in time: a busy machine looks less often.
-            idle = 0 if state == "R" or spent > last else idle + 1
-            last = spent
-            if spent - began > self._seconds or idle * TICK_SECONDS > self._seconds:
-                how = "of sleep" if idle else "of CPU"
+            if max(watched.spent, watched.idle) > self._seconds:
+                how = "of sleep" if watched.idle else "of CPU"
                 self._end(f"was ended, for it gave no answer within {self._seconds:g} s {how}")
                 raise NoAnswer(self._ended)
 

@@ -164,16 +164,23 @@ class Watched:
     """
 
     def __init__(self, pid: int) -> None:
-        self._pid, self._cpu, self._looked = pid, 0.0, time.monotonic()
+        self._pid, self._looked = pid, time.monotonic()
+        self.letter, self._began = activity_of(pid)
+        self._cpu = self._began
         self.stopped = self.idle = 0
+
+    @property
+    def spent(self) -> float:
+        """CPU seconds from the beginning to the last look."""
+        return self._cpu - self._began
 
     def look(self) -> None:
         """Count, if a second has gone by."""
         if time.monotonic() < self._looked + 1.0:
             return
-        (letter, cpu), self._looked = activity_of(self._pid), time.monotonic()
-        self.stopped = self.stopped + 1 if letter == "T" else 0
-        self.idle = 0 if letter in "RD" or cpu > self._cpu else self.idle + 1
+        (self.letter, cpu), self._looked = activity_of(self._pid), time.monotonic()
+        self.stopped = self.stopped + 1 if self.letter == "T" else 0
+        self.idle = 0 if self.letter in ("R", "D") or cpu > self._cpu else self.idle + 1
         self._cpu = cpu
 
 

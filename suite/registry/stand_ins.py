@@ -46,10 +46,11 @@ def needed(case: Case) -> bool:
     """Whether ``case`` names a class of a user's own, or gives one as an option."""
     if case.implementation.startswith(registry.MUTANTS):
         return False  # the suite's own; those of the judge spoil it on purpose
-    return registry.is_foreign(case.implementation) or _named_in_options(case)
+    return registry.is_foreign(case.implementation) or named_in_options(case)
 
 
-def _named_in_options(case: Case) -> bool:
+def named_in_options(case: Case) -> bool:
+    """Whether an option, or what the case expects, names a module of a user's (``module:name``)."""
     return ":" in json.dumps((case.options, case.expect), separators=(",", "="))
 
 
@@ -69,7 +70,7 @@ def stand_ins(case: Case, informants: Callable[[float], Informant]) -> Iterator[
     if not needed(case):
         yield
         return
-    every = _named_in_options(case)  # a system of the suite's imports what an option names
+    every = named_in_options(case)  # a system of the suite's imports what an option names
     with informants(case.deadline) as informant:
         stand_in = cache(lambda name: _stand_in(informant, name))
 

@@ -450,7 +450,7 @@ class BroadcastsEverAfter(ReferenceDDP):
     steps=4,
 )
 class WarmsUpAgain(ReferenceDDP):
-    """After a load the warm-up of the learning rate begins anew."""
+    """After a load the warm-up of the learning rate starts from step 0."""
 
     since = 0
 

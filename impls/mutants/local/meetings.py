@@ -306,7 +306,7 @@ class SavesByAnAgreementOfBefore(Sharded):
     workload=gpt("frozen"),
 )
 class MeetsWithoutDecay(ReferenceLocalSGD):
-    """Beside frozen parameters, the update before a meeting has no weight decay."""
+    """With frozen parameters the update before a meeting has no weight decay."""
 
     def update(self) -> None:
         groups, handle = self.optimizer.param_groups, self.handle
