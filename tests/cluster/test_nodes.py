@@ -92,7 +92,8 @@ import psutil
 from shardproof.impls.reference.ddp import ReferenceDDP
 
 with open("{file}", "a") as file:
-    print(*(word for p in psutil.Process().parents() for word in p.cmdline()), file=file)
+    words = (word for parent in psutil.Process().parents() for word in parent.cmdline())
+    print(*" ".join(words).split(), file=file)
 
 
 class Mine(ReferenceDDP):
