@@ -20,7 +20,6 @@ import typer
 
 from shardproof import VERSION, verdicts, wings
 from shardproof.commands import (
-    checkpoint,
     compare,
     evidence,
     init,
@@ -53,7 +52,6 @@ shardproof mutants                                         prove that the checks
 shardproof reproduce RUN                                   the same cases again, here
 shardproof compare RUN RUN                                 what differs between runs
 shardproof gate RUN --against BASELINE                     fail CI on regressions
-shardproof checkpoint verify PATH                          is a checkpoint whole?
 {examples}
 
 \b
@@ -94,8 +92,6 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 }
 for name, (command, about) in _COMMANDS.items():
     app.command(name, short_help=about or None)(command)
-about = "Inspect, verify, diff, convert checkpoints."
-app.add_typer(checkpoint.checkpoints, name="checkpoint", short_help=about)
 for wing in wings.wings():
     wing.add_commands(app)
 

@@ -45,7 +45,7 @@ def inspect(
     shardproof checkpoint inspect checkpoints
     shardproof checkpoint inspect checkpoints/step-00000012-save-0002-3fa94c11-7be2 --names
     """
-    from shardproof.commands.checkpoint import contents
+    from shardproof.checkpoint import contents
     from shardproof.commands.console import make_console
     from shardproof.registry.checkpoints import opened
 
@@ -65,7 +65,7 @@ def verify(path: PathArgument) -> None:
     \b
     shardproof checkpoint verify checkpoints
     """
-    from shardproof.commands.checkpoint import contents
+    from shardproof.checkpoint import contents
     from shardproof.registry.checkpoints import as_problem, opened
 
     with opened(path) as checkpoint:
@@ -93,7 +93,7 @@ def diff(
     \b
     shardproof checkpoint diff checkpoints/step-00000012-save-0002-3fa94c11-7be2 checkpoints
     """
-    from shardproof.commands.checkpoint import contents
+    from shardproof.checkpoint import contents
     from shardproof.commands.console import make_console
     from shardproof.registry.checkpoints import opened
 
