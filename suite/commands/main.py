@@ -22,7 +22,6 @@ from shardproof import VERSION, verdicts, wings
 from shardproof.commands import (
     compare,
     evidence,
-    init,
     list,
     mutants,
     options,
@@ -44,7 +43,6 @@ and planted faults that the checks must catch.
 shardproof run                                             the quick conformance matrix
 shardproof run -k "reference/ddp and gloo and replicate3"  a part of it
 shardproof run ddp-gpt --impl mine:MyDDP                   judge your own class
-shardproof init mine:MyDDP                                 a test, gate and workflow for it
 shardproof run --resume --results results/RUN              go on with that run
 shardproof list cases                                      what there is to run
 shardproof run --shard 1/4                                 a quarter; `merge` joins the parts
@@ -76,7 +74,6 @@ app = typer.Typer(
 _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "run": (run.run, ""),
     "list": (list.list_, ""),
-    "init": (init.init, "Write test, policy, baseline and workflow for your own."),
     "check-scenario": (scenario_files.check_scenario, "Check scenario files."),
     "schema": (scenario_files.schema, ""),
     "mutants": (mutants.mutants, "Plant every fault and see its check catch it."),

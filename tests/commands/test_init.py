@@ -19,8 +19,8 @@ from commands import here, pytest_here
 
 from shardproof import VERSION
 from shardproof.commands import main
-from shardproof.commands.init import BASELINE, PLACES, _ignoring, written
 from shardproof.compare import policy
+from shardproof.init.command import BASELINE, PLACES, _ignoring, written
 
 pytestmark = pytest.mark.launches
 
@@ -38,7 +38,7 @@ SPOILT = """
             micro.weights.mul_(0.5)
         return super().step(batch, observe)
 """
-WORKFLOW = ROOT / "suite/commands/init/workflow.yaml"
+WORKFLOW = ROOT / "suite/init/workflow.yaml"
 ACTION = ROOT / "deploy/ci/action.yaml"
 
 

@@ -1,0 +1,29 @@
+"""What this wing adds to the core: the command ``shardproof init``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardproof.wings import Wing
+
+if TYPE_CHECKING:
+    import typer
+
+
+class Init(Wing):
+    """Files for a repository of one's own."""
+
+    examples = (
+        "shardproof init mine:MyDDP                                 "
+        "a test, gate and workflow for it",
+    )
+
+    def add_commands(self, app: typer.Typer) -> None:
+        """Add ``init``."""
+        from shardproof.init import command
+
+        short = "Write test, policy, baseline and workflow for your own."
+        app.command("init", short_help=short)(command.init)
+
+
+WING = Init()
