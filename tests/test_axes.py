@@ -25,7 +25,7 @@ OTHER_WORDS = {
         # a form of calls, of hidden states and of pieces
         *("cases/kinds/calls", "backends", "workloads/gpt.py", "registry/answers.py"),
         # rows of records
-        *("runs/records.py", "compare/reproduced.py", "report/limits.py"),
+        *("runs/records.py", "reproduce/reproduced.py", "report/limits.py"),
     ),
     # `shardproof run --shard`
     "shard": ("cluster/command.py",),

@@ -25,7 +25,6 @@ from shardproof.commands import (
     list,
     mutants,
     options,
-    reproduce,
     run,
     scenario_files,
 )
@@ -47,7 +46,6 @@ shardproof run --resume --results results/RUN              go on with that run
 shardproof list cases                                      what there is to run
 shardproof run --shard 1/4                                 a quarter; `merge` joins the parts
 shardproof mutants                                         prove that the checks can fail
-shardproof reproduce RUN                                   the same cases again, here
 shardproof compare RUN RUN                                 what differs between runs
 shardproof gate RUN --against BASELINE                     fail CI on regressions
 {examples}
@@ -83,7 +81,6 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "bundle": (evidence.bundle, "Pack a run into one archive that verify accepts anywhere."),
     "badges": (evidence.badges, "Draw a run's verdicts as SVG badges."),
     "doctor": (evidence.doctor, "Look for what would make runs fail here."),
-    "reproduce": (reproduce.reproduce, "Run a run's cases again, and say what is the same."),
     "compare": (compare.compare, "Say what differs between runs."),
     "gate": (compare.gate, "Judge a run beside a baseline, by a policy."),
 }

@@ -56,7 +56,7 @@ ELSEWHERE = {
     "shardproof merge *": ("test", "tests/runs/test_shards.py: needs the parts of four machines"),
     "shardproof compare results/here results/there": ("clusters", "tests/cluster/test_cluster.py"),
     "shardproof run --rerun-failed *": ("test", "tests/commands/test_rerun.py: needs failures"),
-    "shardproof reproduce RUN -k *": ("test", "tests/compare/test_reproduced.py"),
+    "shardproof reproduce RUN -k *": ("test", "tests/reproduce/test_reproduced.py"),
     "python -m tools.*": ("slow", "tests/studies, tests/coverage: hours"),
     "python docs/findings/*": ("slow", "tests/docs/test_findings.py"),
     "* --backend acme*": ("test", "tests/plugins/test_backend_plugin.py: has that package"),

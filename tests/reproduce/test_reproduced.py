@@ -15,10 +15,10 @@ from synthetic import case, case_line, check_line
 from shardproof.case import Case, Fault
 from shardproof.cases import kinds
 from shardproof.checks.results import CaseResult
-from shardproof.commands import reproduce
 from shardproof.commands.verify import verify
-from shardproof.compare import reproduced
-from shardproof.compare.reproduced import Reproduced
+from shardproof.reproduce import command as reproduce
+from shardproof.reproduce import reproduced
+from shardproof.reproduce.reproduced import Reproduced
 from shardproof.runs import records
 from shardproof.runs.header import read_header
 from shardproof.runs.run_folder import Run, RunFolder, read

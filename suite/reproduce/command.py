@@ -133,7 +133,7 @@ def _here(
 ) -> int:
     from shardproof.commands.execution import Execution
     from shardproof.commands.supervision import open_folder
-    from shardproof.compare import reproduced
+    from shardproof.reproduce import reproduced
     from shardproof.runs.durations import Durations
     from shardproof.runs.run_folder import read
     from shardproof.scenarios.budget import fit_cases
