@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from commands import here
 
 from shardproof import wings
 
+Words = tuple[str, ...]
 ROOT = Path(__file__).parents[1]
 #: Folders of tests of the core in which all but a few tests take less than a second.
 QUICK = [
@@ -22,21 +26,39 @@ QUICK = [
     )
 ]
 #: Of them those that use a wing.
-USE = {
-    "bench": "tests/compare/test_compare_command.py"
-    "::test_the_committed_table_is_what_the_command_makes",
-    "campaign": "tests/runs/test_shards.py::test_every_command_cuts_what_it_has_chosen",
-}
+USE = [
+    "tests/compare/test_compare_command.py::test_the_committed_table_is_what_the_command_makes",
+    "tests/runs/test_shards.py::test_every_command_cuts_what_it_has_chosen",
+]
 CASE = "ddp-gpt::reference/naive_ddp::in_memory::replicate1::sgd::noclip::fp64::full"
 
 
-def shardproof(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """``shardproof`` of the copy ``tree``."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "100"}
-    command = [sys.executable, "-m", "shardproof", *words]
-    return subprocess.run(
-        command, cwd=tree, env=environment, capture_output=True, text=True, check=False
-    )
+#: One process runs every command, because a new one imports torch before each.
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from commands import here
+done = [here(*words) for words in json.loads(sys.argv[1])]
+told = [(each.returncode, each.stdout, each.stderr) for each in done]
+Path(sys.argv[2]).write_text(json.dumps(told), encoding="utf-8")
+"""
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def shardproof(tree: Path, told: Path, *commands: Words) -> list[Done]:
+    """What each of ``commands`` did in the copy ``tree``; ``told`` is a file for the answers."""
+    path = os.pathsep.join([str(tree), str(tree / "tests" / "support")])
+    command = [sys.executable, "-c", PROGRAM, json.dumps(commands), str(told)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    subprocess.run(command, cwd=tree, env=environment, check=True)
+    return [Done(*each) for each in json.loads(told.read_text(encoding="utf-8"))]
 
 
 def commands(text: str) -> set[str]:
@@ -46,82 +68,76 @@ def commands(text: str) -> set[str]:
     }
 
 
-@pytest.fixture(params=wings.names())
-def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A copy of the tree without the folder of a wing, whose name is the copy's."""
-    copy = tmp_path / str(request.param)
-    copy.mkdir()
+def copied(to: Path, *without: str) -> Path:
+    """A copy of the tree in ``to``, without the folders of these wings."""
+    to.mkdir()
     listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, files.split("\0")):
         if (ROOT / name).exists():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
-    shutil.rmtree(copy / "suite" / str(request.param))
-    return copy
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
+    for made in [*(ROOT / "suite").rglob("__pycache__"), *(ROOT / "impls").rglob("__pycache__")]:
+        shutil.copytree(made, to / made.relative_to(ROOT), dirs_exist_ok=True)
+    for wing in without:
+        shutil.rmtree(to / "suite" / wing)
+    return to
 
 
-@pytest.mark.launches
-@pytest.mark.timeout(900)
-def test_without_a_wing_only_its_commands_are_missing(tree: Path) -> None:
-    whole = commands(shardproof(ROOT, "--help").stdout)
-    done = shardproof(tree, "--help")
-    assert done.returncode == 0, done.stderr
-    assert whole - commands(done.stdout) == {tree.name} & whole
-    assert commands(done.stdout) <= whole
-
-
+#: What the core does in any tree.
+CORE: list[Words] = [
+    ("run", CASE, "--results", "run"),
+    ("verify", "run"),
+    ("report", "run"),
+    ("compare", "run", "run"),
+    ("compare", "run", "run", "--by", "hardware"),
+    ("gate", "run", "--against", "run"),
+    ("doctor",),
+    ("list", "cases", "--tier", "quick"),
+]
 #: What names a wing -> options that only this wing serves.
-OPTIONS = {
-    "campaign": (
+OPTIONS: dict[str, list[Words]] = {
+    "campaign": [
         ("run", "--campaign", "3", "--dry-run"),
         ("run", "--case", "campaign-1::0000::x"),
         ("list", "coverage", "--campaign", "3"),
         ("mutants", "--campaign", "3"),
-    ),
-    "cluster": (("run", "--on", "ray"), ("doctor", "--cluster")),
+    ],
+    "cluster": [("run", "--on", "ray"), ("doctor", "--cluster")],
 }
 
 
 @pytest.mark.launches
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("tree", OPTIONS, indirect=True)
-def test_without_a_wing_its_options_are_refused(tree: Path) -> None:
+@pytest.mark.parametrize("wing", wings.names())
+def test_without_a_wing_the_core_works_and_its_words_are_refused(wing: str, tmp_path: Path) -> None:
+    """Its commands are missing, its options are refused; a case is judged, verified, reported."""
+    tree = copied(tmp_path / wing, wing)
     before = {path.name for path in (tree / "results").iterdir()}
-    for words in OPTIONS[tree.name]:
-        done = shardproof(tree, *words)
-        assert done.returncode == 2, (words, done.stdout, done.stderr)
-        assert f"it needs the wing suite/{tree.name}" in done.stderr, (words, done.stderr)
+    refused = OPTIONS.get(wing, [])
+    help_, *done = shardproof(tree, tmp_path / "told", ("--help",), *refused, *CORE)
+
+    whole = commands(here("--help").stdout)
+    assert help_.returncode == 0, help_.stderr
+    assert whole - commands(help_.stdout) == {wing} & whole
+    assert commands(help_.stdout) <= whole
+
+    for words, each in zip(refused, done, strict=False):
+        assert each.returncode == 2, (words, each)
+        assert f"it needs the wing suite/{wing}" in each.stderr, (words, each.stderr)
+
+    for words, each in zip(CORE, done[len(refused) :], strict=True):
+        good = (0, 1) if words == ("doctor",) else (0,)
+        assert each.returncode in good, (words, each.stdout[-2000:], each.stderr[-2000:])
     assert {path.name for path in (tree / "results").iterdir()} == before
-
-
-@pytest.mark.launches
-@pytest.mark.timeout(900)
-def test_without_a_wing_a_case_is_judged_verified_and_reported(tree: Path) -> None:
-    run = tree / "run"
-    for words in (
-        ("run", CASE, "--results", str(run)),
-        ("verify", str(run)),
-        ("report", str(run)),
-        ("compare", str(run), str(run)),
-        ("compare", str(run), str(run), "--by", "hardware"),
-        ("gate", str(run), "--against", str(run)),
-        ("doctor",),
-        ("list", "cases", "--tier", "quick"),
-    ):
-        done = shardproof(tree, *words)
-        assert done.returncode in (0, 1) if words == ("doctor",) else done.returncode == 0, (
-            words,
-            done.stdout[-2000:],
-            done.stderr[-2000:],
-        )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_without_a_wing_the_quick_tests_of_the_core_pass(tree: Path) -> None:
+def test_without_any_wing_the_quick_tests_of_the_core_pass(tmp_path: Path) -> None:
+    tree = copied(tmp_path / "core", *wings.names())
     words = ["-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
-    words += ["--deselect", USE[tree.name]] if tree.name in USE else []
+    words += [word for test in USE for word in ("--deselect", test)]
     done = subprocess.run(
         [sys.executable, *words, "-m", "not slow and not launches", *QUICK],
         cwd=tree,
