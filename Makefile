@@ -18,7 +18,7 @@ PEERS_BLOCKS ?= 18
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench peers test launches slow clusters conformance coverage mutants mutants-changed ecosystem gpu gpu-short cluster image lock compare report docs lint format clean
+.PHONY: help setup compiled bench peers test launches slow clusters conformance coverage mutants mutants-changed ecosystem gpu gpu-short cluster image lock compare report docs lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,7 +41,11 @@ $(STAMP): pyproject.toml constraints.txt
 	|| echo "mpi could not be installed: its cases are skipped (docs/install-extras.md)"
 	@rm -f $(VENV)/.installed-* && touch $@
 
-bench: setup ## the main job: quick conformance on every backend, then the planted faults (under 5 minutes)
+# Where PYTHONDONTWRITEBYTECODE is set, as in many images, every new process would compile the suite again.
+compiled: setup
+	@$(BIN)/python -m compileall -q suite impls tools
+
+bench: compiled ## the main job: quick conformance on every backend, then the planted faults (under 5 minutes)
 	@run=results/$$(date -u +%Y%m%d-%H%M%S)-bench; worst=0; began=$$(date +%s); \
 	$(BIN)/shardproof run --tier quick --budget $(RUN_BUDGET) -j $(JOBS) --results $$run || worst=$$?; \
 	test $$worst -ge 2 -a $$worst -ne 3 && exit $$worst; \
@@ -49,16 +53,16 @@ bench: setup ## the main job: quick conformance on every backend, then the plant
 	$(BIN)/shardproof mutants --tier quick --budget $$left -j $(JOBS) --results $$run || { code=$$?; test $$worst -eq 1 || worst=$$code; }; \
 	echo "evidence: $$run"; exit $$worst
 
-test: setup ## tests of the judge itself, with one planted fault per file and check
+test: compiled ## tests of the judge itself, with one planted fault per file and check
 	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not slow and not launches"
 
-launches: setup ## tests that start many processes: watch, parts of a system in prove, init
+launches: compiled ## tests that start many processes: watch, parts of a system in prove, init
 	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "launches and not slow"
 
-slow: setup ## slow tests
+slow: compiled ## slow tests
 	@$(BIN)/pytest tests -m slow --ignore tests/cluster
 
-clusters: setup ## slow tests that need a container engine or a Slurm
+clusters: compiled ## slow tests that need a container engine or a Slurm
 	@$(BIN)/pytest tests/cluster -m slow
 
 peers: setup ## reference strategies beside their upstream peers, into results/README.md (15 minutes on an idle machine)
@@ -67,19 +71,19 @@ peers: setup ## reference strategies beside their upstream peers, into results/R
 	test $$code -eq 0 -o $$code -eq 3 || exit $$code; \
 	$(BIN)/python -m tools.peers $$run results/README.md
 
-conformance: setup ## all of conformance and of checkpoints, all tiers
+conformance: compiled ## all of conformance and of checkpoints, all tiers
 	@$(BIN)/shardproof run --tier full -j $(JOBS)
 
 coverage: setup ## pairs of a trigger and a feature that no case has
 	@$(BIN)/shardproof list coverage
 
-mutants: setup ## every planted fault against the checks that must catch it; then commit results/faults.json
+mutants: compiled ## every planted fault against the checks that must catch it; then commit results/faults.json
 	@$(BIN)/python -m tools.faults --all -j $(JOBS)
 
-mutants-changed: setup ## planted faults that changes since then can affect; all of them after a week
+mutants-changed: compiled ## planted faults that changes since then can affect; all of them after a week
 	@$(BIN)/python -m tools.faults -j $(JOBS)
 
-ecosystem: setup ## systems that people use, each beside its known verdict (PICOTRON=checkout adds picotron)
+ecosystem: compiled ## systems that people use, each beside its known verdict (PICOTRON=checkout adds picotron)
 	@$(BIN)/python deploy/ecosystem.py $(if $(PICOTRON),--picotron "$(PICOTRON)") -j $(JOBS)
 
 # Uses the installed torch, not the pinned one of `make setup`.

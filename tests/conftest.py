@@ -33,6 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Files of tests are compiled once for all runs, also where PYTHONDONTWRITEBYTECODE is set, as
+    in many images: compiling them takes more than half of a collection.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", False)
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """A test's timeout leaves out the time in which other work had the cores."""
