@@ -13,6 +13,7 @@ from typing import Any
 import patience
 import pytest
 import pytest_timeout
+import read_once
 from hypothesis import settings
 from kept_fork_server import KeptForkServer
 from kept_python import KeptPython
@@ -59,6 +60,12 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scenarios_are_read_once() -> Iterator[None]:
+    """By all commands that run in this process."""
+    yield from read_once.reads()
 
 
 @pytest.fixture(scope="session")
