@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from commands import here
+from commands import here, in_turn
 
 from shardproof import wings
 
@@ -31,34 +29,6 @@ USE = [
     "tests/runs/test_shards.py::test_every_command_cuts_what_it_has_chosen",
 ]
 CASE = "ddp-gpt::reference/naive_ddp::in_memory::replicate1::sgd::noclip::fp64::full"
-
-
-#: One process runs every command, because a new one imports torch before each.
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from commands import here
-done = [here(*words) for words in json.loads(sys.argv[1])]
-told = [(each.returncode, each.stdout, each.stderr) for each in done]
-Path(sys.argv[2]).write_text(json.dumps(told), encoding="utf-8")
-"""
-
-
-class Done(NamedTuple):
-    """How a command ended, and what it printed."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def shardproof(tree: Path, told: Path, *commands: Words) -> list[Done]:
-    """What each of ``commands`` did in the copy ``tree``; ``told`` is a file for the answers."""
-    path = os.pathsep.join([str(tree), str(tree / "tests" / "support")])
-    command = [sys.executable, "-c", PROGRAM, json.dumps(commands), str(told)]
-    environment = {**os.environ, "PYTHONPATH": path}
-    subprocess.run(command, cwd=tree, env=environment, check=True)
-    return [Done(*each) for each in json.loads(told.read_text(encoding="utf-8"))]
 
 
 def commands(text: str) -> set[str]:
@@ -115,7 +85,8 @@ def test_without_a_wing_the_core_works_and_its_words_are_refused(wing: str, tmp_
     tree = copied(tmp_path / wing, wing)
     before = {path.name for path in (tree / "results").iterdir()}
     refused = OPTIONS.get(wing, [])
-    help_, *done = shardproof(tree, tmp_path / "told", ("--help",), *refused, *CORE)
+    given = [("--help",), *refused, *CORE]
+    help_, *done = in_turn(*given, told=tmp_path / "told", cwd=tree, tree=tree)
 
     whole = commands(here("--help").stdout)
     assert help_.returncode == 0, help_.stderr

@@ -68,7 +68,7 @@ def test_the_fixture_judges_a_class_in_anybodys_tests(tmp_path: Path) -> None:
         "def test_elsewhere(shardproof):\n"
         "    shardproof('reference/ddp', worlds=(2,), meshes=[{'tensor': 2}])\n"
     )
-    done = python("-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", cwd=tmp_path)
+    done = pytest_here("-q", "-rs", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "2 failed, 1 passed" in done.stdout, done.stdout
     assert "1 of 1 cases:" in done.stdout and "nothing is sharded on any rank" in done.stdout

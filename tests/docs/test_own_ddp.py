@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import python, script
+from commands import here, script
 
 pytestmark = pytest.mark.launches
 
@@ -90,7 +90,7 @@ def test_it_passes_the_cells_of_all_scenarios_that_it_does_not_decline(tmp_path:
     """As the page says: ``shardproof run --impl``."""
     (tmp_path / "my_ddp.py").write_text(ADAPTER)
     words = ("run", "--impl", "my_ddp:MyDDP", "--backend", "in_memory", "--results", "out")
-    done = python("-m", "shardproof", *words, cwd=tmp_path)
+    done = here(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -73,14 +73,10 @@ def _run(backends: Sequence[str]) -> Results:
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
-    return _run(("in_memory", "gloo"))
-
-
-@pytest.fixture(scope="module")
-def results_of(results: Results) -> Callable[[str], Results]:
-    over_mpi = cache(lambda: _run(("mpi",)))
-    return lambda backend: over_mpi() if backend == "mpi" else results
+def results_of() -> Callable[[str], Results]:
+    """Those of a backend; threads and processes, which run in no ``make launches``, together."""
+    run = cache(_run)
+    return lambda backend: run(("mpi",) if backend == "mpi" else ("in_memory", "gloo"))
 
 
 @pytest.mark.timeout(300)
@@ -96,7 +92,8 @@ def test_verdict_and_sentence(
         assert text in result.reason, result.reason
 
 
-def test_nothing_is_left(results: dict[str, dict[str, Any]]) -> None:
+def test_nothing_is_left(results_of: Callable[[str], Results]) -> None:
     """Of leaders and ranks; the fork server itself is kept for the next test."""
+    assert results_of("gloo")
     kept = [c for c in psutil.Process().children() if "fork_server_main" in " ".join(c.cmdline())]
     assert kept and not [child for server in kept for child in server.children(recursive=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import os
 import runpy
 import signal
@@ -19,6 +20,19 @@ import pytest
 from shardproof.commands import main
 
 ROOT = Path(__file__).parents[2]
+#: Runs each command of a list, and tells what it did in a file.
+_IN_TURN = """
+import json, sys
+from pathlib import Path
+from commands import here
+from kept_fork_server import KeptForkServer
+from shardproof.launch import pool
+pool.ForkServer = KeptForkServer
+done = [here(*words, cwd=Path.cwd()) for words in json.loads(sys.argv[1])]
+KeptForkServer.end_all()
+told = [(each.returncode, each.stdout, each.stderr) for each in done]
+Path(sys.argv[2]).write_text(json.dumps(told), encoding="utf-8")
+"""
 
 
 def shardproof(
@@ -36,6 +50,23 @@ def here(
 ) -> subprocess.CompletedProcess[str]:
     """As :func:`shardproof`, in this process, which has imported torch already."""
     return _here(main.main, ["shardproof", *arguments], [cwd, *paths])
+
+
+def in_turn(
+    *commands: Sequence[str], told: Path, cwd: Path, tree: Path = ROOT, python: str = sys.executable
+) -> list[subprocess.CompletedProcess[str]]:
+    """What each of ``commands`` did, one after the other in one process of ``python`` with the
+    suite of ``tree``: each in a process of its own would import torch.  ``told``: a file for it.
+    """
+    path = os.pathsep.join([str(tree), str(tree / "tests" / "support")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    words = [python, "-c", _IN_TURN, json.dumps(commands), str(told)]
+    subprocess.run(words, cwd=cwd, env=environment, check=True)
+    done = json.loads(told.read_text(encoding="utf-8"))
+    return [
+        subprocess.CompletedProcess([*command], *each)
+        for command, each in zip(commands, done, strict=True)
+    ]
 
 
 def study(

@@ -7,7 +7,10 @@ import shutil
 import subprocess
 import sysconfig
 import venv
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from commands import in_turn
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = ROOT / "tests/plugins"
@@ -37,9 +40,13 @@ class PluginEnvironment:
         )
         assert done.returncode == 0, done.stderr
 
-    def shardproof(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """What ``shardproof`` does there, in a folder of its own."""
-        return self.run("-m", "shardproof", *words)
+    def shardproof(
+        self, commands: Mapping[str, Sequence[str]]
+    ) -> dict[str, subprocess.CompletedProcess[str]]:
+        """What ``shardproof`` does there, in a folder of its own, by the names of the commands."""
+        given = {"told": self.folder / "told.json", "cwd": self.folder}
+        done = in_turn(*commands.values(), python=str(self.python), **given)
+        return dict(zip(commands, done, strict=True))
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """What the environment's Python does."""
