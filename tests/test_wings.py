@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,11 @@ QUICK = [
         *("runs", "scenarios", "workloads"),
     )
 ]
-#: Of them those that use a wing.
+#: Of them those that use a wing: files, and single tests.
 USE = [
+    "tests/coverage/test_choose_quick.py",
+    "tests/coverage/test_conditions.py",
+    "tests/runs/test_claimed_sizes.py",
     "tests/compare/test_compare_command.py::test_the_committed_table_is_what_the_command_makes",
     "tests/runs/test_shards.py::test_every_command_cuts_what_it_has_chosen",
 ]
@@ -51,6 +55,9 @@ def copied(to: Path, *without: str) -> Path:
         shutil.copytree(made, to / made.relative_to(ROOT), dirs_exist_ok=True)
     for wing in without:
         shutil.rmtree(to / "suite" / wing)
+    # That of an editable install would find in the checkout what the copy lacks.
+    for finder in Path(sysconfig.get_path("purelib")).glob("__editable___shardproof_*_finder.py"):
+        (to / finder.name).write_text("def install() -> None: ...\n", encoding="utf-8")
     return to
 
 
@@ -108,7 +115,7 @@ def test_without_a_wing_the_core_works_and_its_words_are_refused(wing: str, tmp_
 def test_without_any_wing_the_quick_tests_of_the_core_pass(tmp_path: Path) -> None:
     tree = copied(tmp_path / "core", *wings.names())
     words = ["-m", "pytest", "-n", "2", "-p", "no:cacheprovider"]
-    words += [word for test in USE for word in ("--deselect", test)]
+    words += [("--deselect=" if "::" in test else "--ignore=") + test for test in USE]
     done = subprocess.run(
         [sys.executable, *words, "-m", "not slow and not launches", *QUICK],
         cwd=tree,
@@ -118,3 +125,11 @@ def test_without_any_wing_the_quick_tests_of_the_core_pass(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:]
+
+
+def test_a_copy_finds_no_wing_in_the_checkout(tmp_path: Path) -> None:
+    tree = copied(tmp_path / "core", *wings.names())
+    code = "import importlib.util as u; assert u.find_spec('shardproof.case')"
+    code += "".join(f"; assert not u.find_spec('shardproof.{name}')" for name in wings.names())
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, check=True)
