@@ -105,7 +105,7 @@ def test_without_a_wing_the_core_works_and_its_words_are_refused(wing: str, tmp_
         assert f"it needs the wing suite/{wing}" in each.stderr, (words, each.stderr)
 
     for words, each in zip(CORE, done[len(refused) :], strict=True):
-        good = (0, 1) if words == ("doctor",) else (0,)
+        good = (0, 3) if words == ("doctor",) else (0,)  # 3: this machine lacks something
         assert each.returncode in good, (words, each.stdout[-2000:], each.stderr[-2000:])
     assert {path.name for path in (tree / "results").iterdir()} == before
 

@@ -147,7 +147,7 @@ READ = {
     **dict.fromkeys(("--help", "list", "verify", "bundle", "report", "badges"), (0,)),
     "compare": (0, 3),
     "gate": (0, 1, 3),
-    "doctor": (0, 1),
+    "doctor": (0, 3),
     "reproduce": (0,),
 }
 READING = [one for one in OWN if verb(one) in READ]
