@@ -29,6 +29,8 @@ USE = [
     "tests/coverage/test_choose_quick.py",
     "tests/coverage/test_conditions.py",
     "tests/runs/test_claimed_sizes.py",
+    "tests/runs/test_hostile_runs.py"
+    "::test_a_folder_whose_name_is_no_text_is_refused_at_once[bench data-parallel]",
     "tests/compare/test_compare_command.py::test_the_committed_table_is_what_the_command_makes",
     "tests/runs/test_shards.py::test_every_command_cuts_what_it_has_chosen",
 ]

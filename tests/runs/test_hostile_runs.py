@@ -228,7 +228,7 @@ def test_nothing_is_written_through_a_link(
 
 
 @pytest.mark.parametrize(
-    "command_line", [["run", "ddp-gpt"], ["mutants"], ["bench", "data-parallel"]]
+    "command_line", [["run", "ddp-gpt"], ["mutants"], ["bench", "data-parallel"]], ids=" ".join
 )
 def test_a_folder_whose_name_is_no_text_is_refused_at_once(
     command: Any, tmp_path: Path, command_line: list[str]
