@@ -52,7 +52,7 @@ class Informant:
     """The leader's end; a context manager that ends the process.
 
     Questions and answers lie in a folder in ``workdir``, which ends with it.  An answer may take
-    ``seconds`` of CPU, or of sleep.
+    ``seconds`` of CPU, or of sleep; those of processes that it starts count as well.
     """
 
     def __init__(self, workdir: Path, seconds: float) -> None:
@@ -96,11 +96,14 @@ class Informant:
 
     def _wait(self) -> None:
         """Until an answer has come, or the process has ended."""
-        watched = process_control.Watched(self._pid)
+        watched = process_control.Watched(self._pid, whole=True)
         while not self._line.poll(TICK_SECONDS):
             watched.look()
             if watched.letter == "Z":  # a process that it started may hold the line open
                 raise EOFError
+            if watched.stopped >= process_control.STOPPED_LOOKS:
+                self._end("was ended, for a signal had stopped it")
+                raise NoAnswer(self._ended)
             if max(watched.spent, watched.idle) > self._seconds:
                 how = "of sleep" if watched.idle else "of CPU"
                 self._end(f"was ended, for it gave no answer within {self._seconds:g} s {how}")

@@ -144,15 +144,18 @@ def activity_of(pid: int, thread: int = 0) -> tuple[str, float]:
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def spent_below(pid: int) -> float:
-    """CPU seconds of everything that process ``pid`` started and that still runs."""
+def spent_below(pid: int, itself: bool = False) -> float:
+    """CPU seconds of everything that process ``pid`` started and that still runs; with ``itself``
+    those of the process, and of what it has waited for, as well.
+    """
     import psutil
 
     total = 0.0
     with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(pid).children(recursive=True):
+        top = psutil.Process(pid)
+        for one in [*([top] if itself else []), *top.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                total += sum(child.cpu_times()[:4])  # of those that it has waited for as well
+                total += sum(one.cpu_times()[:4])  # of those that it has waited for as well
     return total
 
 
@@ -161,11 +164,12 @@ class Watched:
     ``stopped`` (by SIGSTOP), and at which it did nothing (``idle``).
 
     Looks are counted, not seconds: on a busy machine, and where all are stopped, they come late.
+    ``whole``: what it started counts as well, such as the compiler that it waits for.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid, self._looked = pid, time.monotonic()
-        self.letter, self._began = activity_of(pid)
+    def __init__(self, pid: int, whole: bool = False) -> None:
+        self._pid, self._whole, self._looked = pid, whole, time.monotonic()
+        self.letter, self._began = self._activity()
         self._cpu = self._began
         self.stopped = self.idle = 0
 
@@ -178,10 +182,15 @@ class Watched:
         """Count, if a second has gone by."""
         if time.monotonic() < self._looked + 1.0:
             return
-        (self.letter, cpu), self._looked = activity_of(self._pid), time.monotonic()
+        (self.letter, cpu), self._looked = self._activity(), time.monotonic()
         self.stopped = self.stopped + 1 if self.letter == "T" else 0
-        self.idle = 0 if self.letter in ("R", "D") or cpu > self._cpu else self.idle + 1
+        # Less than before: something that it started has ended, and nobody waited for it.
+        self.idle = 0 if self.letter in ("R", "D") or cpu != self._cpu else self.idle + 1
         self._cpu = cpu
+
+    def _activity(self) -> tuple[str, float]:
+        letter, cpu = activity_of(self._pid)
+        return letter, spent_below(self._pid, itself=True) if self._whole else cpu
 
 
 def began(pid: int) -> int | None:

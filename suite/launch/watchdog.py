@@ -63,6 +63,9 @@ class Watchdog:
         self._ranks = [_Rank() for _ in range(world)]
         self._events: list[tuple[int, int, int]] = []
         self._alive: list[_Rank] = []
+        self._pids: set[int] = set()
+        #: CPU seconds of what ranks have started, when last asked.
+        self._below = 0.0
         self._looks = 0
         #: Looks since the suite made a fault at which no rank could go on: none ran, or would have
         #: if it had been let.  However busy the machine, a case needs no more of them.
@@ -78,6 +81,7 @@ class Watchdog:
         """Take one sample of the living processes; 20 a second are asked for."""
         beats = heartbeat.read(self._beats)
         self._alive, none_runs = [], True
+        self._pids = {process.pid for process in alive}
         for process, rank in ((one, rank) for one in alive for rank in one.ranks):
             beat, seen = beats[rank], self._ranks[rank]
             seen.state = beat.state
@@ -131,7 +135,9 @@ class Watchdog:
             return True
         if self._looks < asleep_looks:
             return False
-        if self.idle:
+        # A rank may wait for a compiler that it has started.
+        before, self._below = self._below, sum(map(process_control.spent_below, self._pids))
+        if self.idle and self._below == before:
             return True
         self.restart()
         return False

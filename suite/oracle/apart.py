@@ -27,6 +27,7 @@ from shardproof.case import Case
 from shardproof.contract import BatchRule, BufferRule
 from shardproof.launch import process_control
 from shardproof.launch.informant import Informant, NoAnswer, Raised
+from shardproof.launch.watchdog import TICK_SECONDS
 from shardproof.oracle import training
 from shardproof.oracle.truth import Truth
 
@@ -97,6 +98,11 @@ def trained(case: Case, train: Callable[[], Truth]) -> Truth:
     child = context.Process(target=_answer, args=(theirs, train, os.getpid()), daemon=True)
     child.start()
     theirs.close()
+    watched = process_control.Watched(child.pid or 0)
+    while not ours.poll(TICK_SECONDS):
+        watched.look()
+        if watched.stopped >= process_control.STOPPED_LOOKS:
+            child.kill()
     try:
         answer = pickle.loads(ours.recv_bytes())
     except (EOFError, OSError):

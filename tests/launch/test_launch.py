@@ -714,7 +714,7 @@ def test_looks_that_see_no_progress_are_counted_not_seconds(
 ) -> None:
     now, seen = [0.0], {"is": ("S", 0.0)}
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(process_control, "activity_of", lambda pid: seen["is"])
+    monkeypatch.setattr(process_control, "activity_of", lambda pid, thread=0: seen["is"])
     watched = process_control.Watched(1)
     for later, state, counts in [
         (100.0, ("S", 0.0), (0, 1)),  # one look, however late

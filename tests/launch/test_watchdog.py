@@ -33,6 +33,8 @@ class World:
         self._processes = [RankProcess(rank, (rank,)) for rank in range(world)]
         activity = lambda pid, _: (self.letters[pid], self._cpu[pid])  # noqa: E731
         patch.setattr(process_control, "activity_of", activity)
+        self.below = 0.0  # CPU seconds of what rank 1 has started
+        patch.setattr(process_control, "spent_below", lambda pid: self.below * pid)
 
     def look(self, times: int = 1, on_each: Callable[[int], None] = lambda _: None) -> int | None:
         """Look so often; at which look the ranks stand still, if they do."""
@@ -158,6 +160,16 @@ def test_a_rank_that_polls_outside_of_calls_sleeps(world: Callable[..., World]) 
         made.letters = ["R", "R"] if number % 10 == 0 else ["S", "S"]
 
     assert made.look(2 * ASLEEP, sometimes) == ASLEEP
+
+
+def test_a_rank_that_waits_for_a_compiler_is_not_hung(world: Callable[..., World]) -> None:
+    made = world()
+    made.writers[0].wait(True)
+
+    def compiles(number: int) -> None:
+        made.below += 0.001 * (number < 3 * ASLEEP)
+
+    assert made.look(6 * ASLEEP, compiles) == 4 * ASLEEP  # once more, from what it had spent
 
 
 def test_what_was_computed_outside_of_calls_is_counted(world: Callable[..., World]) -> None:
