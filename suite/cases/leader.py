@@ -20,7 +20,7 @@ from typing import Any
 from shardproof import registry, verdicts
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.cases import ambiguous, kinds
+from shardproof.cases import ambiguous, kinds, room
 from shardproof.cases.kinds.kind import Schedules
 from shardproof.cases.launcher import Launcher
 from shardproof.cases.plans import plans_of
@@ -33,6 +33,7 @@ from shardproof.launch import process_control
 from shardproof.launch.machine_faults import fault_of_machine
 from shardproof.launch.nodes import NodeGone
 from shardproof.launch.ranks import Forked, RankHost, root_cause
+from shardproof.launch.workspace import TASK_BYTES
 from shardproof.oracle import apart
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.registry.stand_ins import named_in_options, needed, stand_ins
@@ -112,7 +113,8 @@ def judge_case(
     except Exception as error:  # noqa: BLE001 - the judge's own fault must become a verdict as well
         _note_end(account, error)
         result = decide_case(account)
-    if why := _fault_of_machine(account, result, launcher):
+    since = time.time() - (time.monotonic() - started)
+    if why := _fault_of_machine(account, result, launcher, since):
         account.machine, account.figures, account.whole = why, None, []
         result = decide_case(account)
     result.seconds = account.timings["all"] = time.monotonic() - started
@@ -137,8 +139,12 @@ def _note_end(account: Account, error: Exception) -> None:
         account.fault = f"the judge itself failed: {error!r}\n{trace}"
 
 
-def _fault_of_machine(account: Account, result: CaseResult, launcher: Launcher) -> str:
+def _fault_of_machine(
+    account: Account, result: CaseResult, launcher: Launcher, since: float
+) -> str:
     """What of this machine, not of the system, broke the case; empty: nothing is known to have.
+
+    ``since``: when the case began.
 
     Not asked where the case ended well, where all that it ran was measured, or where it takes from
     a node on purpose what is looked for.
@@ -150,7 +156,8 @@ def _fault_of_machine(account: Account, result: CaseResult, launcher: Launcher) 
     broke = cause is not None or account.fault or red
     if not broke or (case.fault is not None and case.fault.strikes_nodes):
         return ""
-    return fault_of_machine(cause, launcher.workdir, BACKENDS[case.backend])
+    backend, needed = BACKENDS[case.backend], max(TASK_BYTES, room.bytes_of(case, {}))
+    return fault_of_machine(cause, launcher.workdir, backend, needed, since)
 
 
 def refusals(cases: Sequence[Case]) -> list[str]:

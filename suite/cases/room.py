@@ -31,13 +31,13 @@ def require(cases: Sequence[Case], jobs: int) -> None:
     # Models need not be made to know that so much is enough.
     if shutil.disk_usage(workspace_base()).free < jobs * MOST_BYTES:
         elements: dict[str, int] = {}
-        needs = [_bytes_of(case, elements) for case in waiting]
+        needs = [bytes_of(case, elements) for case in waiting]
         largest, others = max(needs), (jobs - 1) * math.ceil(sum(needs) / len(needs))
     if jobs and (problem := lacking(1, largest) or lacking(jobs, largest + others)):
         raise MachineError(str(problem))
 
 
-def _bytes_of(case: Case, elements: dict[str, int]) -> int:
+def bytes_of(case: Case, elements: dict[str, int]) -> int:
     """What its ranks leave at most; ``elements``: of the models that were counted before."""
     if case.workload.name not in workloads.WORKLOADS:  # it trains none, or a user's own
         return TASK_BYTES

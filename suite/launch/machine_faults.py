@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from shardproof.backends import Backend
-from shardproof.files import FULL
 from shardproof.launch.nodes import Nodes
 from shardproof.launch.outcome import RankOutcome
-from shardproof.launch.workspace import lacking
+from shardproof.launch.workspace import (
+    BY_ITSELF,
+    PREFIX,
+    TASK_BYTES,
+    TASK_FILES,
+    Use,
+    lacking,
+    says_full,
+    used_in,
+)
 
 
-def fault_of_machine(cause: RankOutcome | None, workdir: Path, backend: Backend) -> str:
+def fault_of_machine(
+    cause: RankOutcome | None,
+    workdir: Path,
+    backend: Backend,
+    needed: int = TASK_BYTES,
+    since: float | None = None,
+) -> str:
     """Why this machine broke what ran in ``workdir``, with the remedy; empty: nothing says so.
 
-    ``cause``: the rank to look at first, if ranks broke.
+    ``cause``: the rank to look at first, if ranks broke; ``needed``: bytes that a sound system may
+    leave.  Room that the system took is no fault of the machine: what it left in ``workdir`` and,
+    ``since`` the case began (in the clock of files), beside it, where nobody else's case ran.
     """
-    if problem := lacking(1, base=workdir):
-        return str(problem)
-    if cause is None:
-        return ""
-    full = any(os.strerror(number) in cause.message for number in FULL)
-    if full and str(workdir) in cause.message:  # others may have made room meanwhile
-        return f"there was no room in the work folder: rank {cause.rank}: {cause.message}"
-    problem = backend.unreachable() if Nodes.here() is None else None
+    used = used_in(workdir)
+    if lacking(1, base=workdir):
+        if since is not None and _is_alone(workdir):
+            beside = used_in(_top(workdir), since)
+            used = Use(used.bytes + beside.bytes, used.files + beside.files)
+        if problem := lacking(1, needed, base=workdir, used=used):
+            return str(problem)
+    elif cause is not None and says_full(cause.message) and str(workdir) in cause.message:
+        took = used.bytes >= needed or used.files >= TASK_FILES or BY_ITSELF in cause.message
+        if not took:  # others may have made room meanwhile
+            return f"there was no room in the work folder: rank {cause.rank}: {cause.message}"
+    problem = backend.unreachable() if cause is not None and Nodes.here() is None else None
     return str(problem or "")
+
+
+def _top(workdir: Path) -> Path:
+    """The folder in which work folders of all runs lie; ``workdir`` itself, if it is in none."""
+    parents = [workdir, *workdir.parents]
+    return next((one.parent for one in parents if one.name.startswith(PREFIX)), workdir)
+
+
+def _is_alone(workdir: Path) -> bool:
+    """Whether no other case runs in that file system, as far as its work folders tell."""
+    top, name = _top(workdir), workdir.name.rstrip("0123456789")
+    others = [one for one in workdir.parent.glob(f"{name}*") if one != workdir]
+    return top != workdir and len([*top.glob(f"{PREFIX}*")]) == 1 and not others

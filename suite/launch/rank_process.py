@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from shardproof.backends import BACKENDS, Backend, Joining, heartbeat, joined
 from shardproof.launch import process_control, stacks
 from shardproof.launch.mpi.mpirun import unlink_segments
 from shardproof.launch.outcome import RankOutcome, of_exception
+from shardproof.launch.workspace import RECORD, by_itself, says_full
 
 Program = Callable[[int, int], Any]
 
@@ -103,7 +104,7 @@ class RankLaunch:
 
     def record(self, rank: int) -> Path:
         """What the program returned."""
-        return self.workdir / f"rank{rank}.rec"
+        return self.workdir / f"rank{rank}{RECORD}"
 
     def end(self, rank: int) -> Path:
         """How the rank ended, as it reported itself."""
@@ -198,6 +199,8 @@ def run_rank(launch: RankLaunch, rank: int, hub: Any = None) -> tuple[int, bool]
         return 0, finished
     except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes this rank's outcome
         outcome = of_exception(rank, error, time.monotonic() - launch.began)
+        if says_full(outcome.message):
+            outcome = replace(outcome, message=by_itself(launch.workdir) + outcome.message)
         try:
             outcome.store(launch.end(rank))
         except OSError:  # nor is there room to say so, but in memory that is there already

@@ -10,15 +10,33 @@ import os
 import resource
 import shutil
 import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardproof.errors import Problem
+from shardproof.files import FULL
 
-PREFIX, LOCK = "shardproof-", ".lock"
+PREFIX, LOCK, RECORD = "shardproof-", ".lock", ".rec"
 #: Bytes and files that a task may have in its work folder at once, if nothing else is known.
 TASK_BYTES, TASK_FILES = 16 << 20, 100
 #: Bytes that must be free beside these for what outlives a case, such as oracles, to be put there.
 ROOMY_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Use:
+    """What lies in a file system: bytes of its blocks, and files."""
+
+    bytes: int = 0
+    files: int = 0
+
+
+NOTHING = Use()
+#: Bytes that a file may have where this was imported, before any code of a user's ran.
+_FILE_BYTES = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+#: Begins what a rank says that had no room because of what it did.
+BY_ITSELF = "by itself this process "
 
 
 class Workspace:
@@ -53,24 +71,59 @@ def workspace_base() -> Path:
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def lacking(tasks: int, needed: int = 0, base: Path | None = None) -> Problem | None:
+def lacking(
+    tasks: int, needed: int = 0, base: Path | None = None, used: Use = NOTHING
+) -> Problem | None:
     """Why ``base`` (default: where work folders are made) has no room for so many tasks at once,
-    which need so many bytes (0: not known); ``None``: it has.
+    which need so many bytes (0: not known); ``None``: it has, or had without what is ``used``.
     """
     base, needed, files = base or workspace_base(), needed or tasks * TASK_BYTES, tasks * TASK_FILES
     room, limit = os.statvfs(base), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    free, work = room.f_bavail * room.f_frsize, "a case" if tasks == 1 else f"{tasks} cases at once"
+    work = "a case" if tasks == 1 else f"{tasks} cases at once"
+    free = room.f_bavail * room.f_frsize + used.bytes
     fewer = ", or run fewer at once (-j 1)" if tasks > 1 else ""
     if free < needed:
         what = f"{base} has {free >> 20:,} MiB free, and {work} may need {-(-needed >> 20):,} MiB"
         return Problem(what, f"make room, or enlarge it (in containers: --shm-size 1g){fewer}")
-    if room.f_files and room.f_favail < files:
+    if room.f_files and room.f_favail + used.files < files:
         what = f"{base} takes {room.f_favail:,} more files, and {work} may need {files:,}"
         return Problem(what, f"remove files, or mount it with more inodes (nr_inodes){fewer}")
     if resource.RLIM_INFINITY != limit < TASK_BYTES:
         what = f"files are limited to {limit / 2**20:.1f} MiB, and one of a case may have"
         return Problem(f"{what} {TASK_BYTES >> 20} MiB", "`ulimit -f unlimited`")
     return None
+
+
+def used_in(folder: Path, since: float = 0.0) -> Use:
+    """What lies in ``folder`` that a system made: no record, and nothing in work folders of others;
+    only what was changed ``since``.
+    """
+    size = count = 0
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(PREFIX)]
+        for name in (*folders, *(name for name in names if not name.endswith(RECORD))):
+            with suppress(OSError):  # it has gone meanwhile
+                about = os.lstat(Path(where, name))
+                if about.st_ctime >= since:
+                    size, count = size + about.st_blocks * 512, count + 1
+    return Use(size, count)
+
+
+def says_full(text: str) -> bool:
+    """Whether a message tells that there was no room for a file."""
+    return any(os.strerror(number) in text for number in FULL)
+
+
+def by_itself(folder: Path) -> str:
+    """How this process took the room in ``folder``, or kept itself from it; empty: not known."""
+    if (limit := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != _FILE_BYTES:
+        return f"{BY_ITSELF}limits files to {limit:,} bytes: "
+    held, device = 0, folder.stat().st_dev
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            about = descriptor.stat()  # also of a file that has no name any more
+            held += about.st_blocks * 512 * (about.st_dev == device)
+    return f"{BY_ITSELF}holds files of {held >> 20:,} MiB there: " if held >= TASK_BYTES else ""
 
 
 def sweep(base: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.launch.workspace import Workspace
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.workloads.own import FOUND
+from shardproof.workloads.wall import standing
 
 #: CPU seconds for the import of a user's modules, and the longest that it may stand still; torch is
 #: imported already.
@@ -188,8 +189,9 @@ def _trial(case: Case) -> str:
 def try_workload(case: Case) -> tuple[str, list[str]]:
     """Task of a leader: why the workload of ``case`` cannot be judged, and the traits it has."""
     try:
-        workload = workloads.make(case.workload, case.dtype, case.lane)
-        found = list(workload.found.traits)
+        with standing(case.workload.name):
+            workload = workloads.make(case.workload, case.dtype, case.lane)
+            found = list(workload.found.traits)
     except workloads.WorkloadError as error:
         return str(error), []
     lacking = [trait for trait in case.workload.traits if trait in FOUND and trait not in found]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -41,7 +41,8 @@ class Tracked:
     shape: tuple[int, ...]
     replicas: tuple[int, ...]
     group: int
-    #: Whether the replica set is only what such scripts usually mean: nothing says so.
+    #: Whether the replica set is only what such scripts usually mean: nothing says so.  With
+    #: ``broadcast_buffers=False`` DDP documents buffers of each rank's own.
     assumed: bool = False
 
     @property
@@ -104,7 +105,8 @@ def find(
     outer = [module for module in modules if id(module) not in inner]
     roots = sorted((r for r in outer if place(r) < len(places)), key=place)
     names = _names(roots)
-    reasons, replicas = _of_wrappers(modules)
+    reasons, replicas, own = _of_wrappers(modules)
+    own = own if named is None else set()
     found = Found()
     users = next((tuple(sorted(ranks)) for ranks in named or () if rank in ranks), None)
     for number, group in enumerate(optimizer.param_groups):
@@ -130,14 +132,21 @@ def find(
                 seen.add(id(parameter))
                 found.outside[_short(name)] = weakref.ref(parameter)
         found.buffers += [weakref.ref(buffer) for buffer in root.buffers()]
-        found.tables += _tables(root, replicas)
+        found.tables += _tables(root, replicas, own)
     return found
 
 
-def _tables(root: nn.Module, replicas: Mapping[int, tuple[int, ...]]) -> list[Tracked]:
+def _tables(
+    root: nn.Module, replicas: Mapping[int, tuple[int, ...]], own: Collection[int]
+) -> list[Tracked]:
     """Buffers of numbers; integers are often each rank's own: counters, states of generators."""
+
+    def tracked(name: str, buffer: Tensor) -> Tracked:
+        place = weakref.ref(buffer), tuple(buffer.shape), replicas[id(buffer)], 0
+        return Tracked(_short(name), *place, assumed=id(buffer) in own)
+
     return [
-        Tracked(_short(name), weakref.ref(buffer), tuple(buffer.shape), replicas[id(buffer)], 0)
+        tracked(name, buffer)
         for name, buffer in root.named_buffers()
         if len(replicas.get(id(buffer), ())) > 1
         and (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype is torch.bool)
@@ -219,10 +228,13 @@ def _short(name: str) -> str:
 
 def _of_wrappers(
     modules: Sequence[nn.Module],
-) -> tuple[dict[int, str], dict[int, tuple[int, ...]]]:
-    """Identity -> why it is not compared, and identity -> replica set, below known wrappers."""
+) -> tuple[dict[int, str], dict[int, tuple[int, ...]], set[int]]:
+    """Below known wrappers: identity -> why it is not compared, identity -> replica set, and the
+    buffers that the script keeps DDP from making equal.
+    """
     reasons: dict[int, str] = {}
     replicas: dict[int, tuple[int, ...]] = {}
+    own: set[int] = set()
     for module in modules:
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if "FullyShardedDataParallel" in kinds:
@@ -239,7 +251,9 @@ def _of_wrappers(
                     reasons[id(tensor)] = "DDP was told to ignore it"
                 else:
                     replicas[id(tensor)] = ranks
-    return reasons, replicas
+            if not getattr(module, "broadcast_buffers", True):
+                own |= {id(buffer) for buffer in module.buffers()}
+    return reasons, replicas, own
 
 
 def _ranks(group: Any) -> tuple[int, ...] | None:

@@ -34,6 +34,7 @@ from shardproof.workloads import layers
 from shardproof.workloads.base import Found, Picks, Samples, Workload, WorkloadFamily
 from shardproof.workloads.knobs import Params, WorkloadError
 from shardproof.workloads.traits import TRAITS
+from shardproof.workloads.wall import standing
 
 #: Traits of the batch that need another model, loss or data than a user's.
 _NEEDS_MORE = ("variable_lengths", "ignore_index", "short_epochs")
@@ -270,7 +271,8 @@ def load(path: str) -> OwnWorkload:
     :raises WorkloadError: it cannot be imported, or is none.
     """
     try:
-        found = by_path.at_path(path)
+        with standing(path):
+            found = by_path.at_path(path)
     except by_path.CannotImport as error:
         raise WorkloadError(f"workload {path!r} {error}") from error
     if not isinstance(found, OwnWorkload):

@@ -56,8 +56,8 @@ def test_the_average_case_runs_beside_the_largest(docker_default: Path) -> None:
 
 def test_no_case_is_thought_to_need_more_than_any_ever_had() -> None:
     elements: dict[str, int] = {}
-    assert room._bytes_of(cases("async-orders", "full")[0], elements) == room.MOST_BYTES
-    assert room._bytes_of(cases("collectives")[0], elements) <= room.MOST_BYTES
+    assert room.bytes_of(cases("async-orders", "full")[0], elements) == room.MOST_BYTES
+    assert room.bytes_of(cases("collectives")[0], elements) <= room.MOST_BYTES
 
 
 def test_a_run_is_refused_before_it_leaves_anything(

@@ -260,3 +260,46 @@ class DecaysUnusedInWindows(ReferenceZero2):
         for group in self.optimizer.param_groups if self.windows > 1 else ():
             for unused in (p for p in group["params"] if p.grad is None):
                 unused.mul_(1 - group["lr"] * group["weight_decay"])
+
+
+# --------------------------------------------------------- shares that come into use late (b23)
+
+#: In step 0 the head alone has a gradient: with one bucket, shares of one rank only.
+LATE_SHARES = gpt(first_step="head")
+
+
+@mutant(
+    "zero1_returns_early_without_gradients",
+    says="rank 0 calls all_gather.*ranks 1-2 call reduce_scatter",
+    killed_by=("crash",),
+    crash_says="does not match",
+    workload=LATE_SHARES,
+    options={},
+)
+class ReturnsEarlyWithoutGradients(Zero1):
+    """A rank none of whose shares has a gradient returns before parameters are gathered."""
+
+    def after_update(self) -> None:
+        if self.gradients():
+            super().after_update()
+
+
+@mutant(
+    "zero1_late_shares_count_all_steps",
+    says="",
+    killed_by=("equivalence",),
+    workload=LATE_SHARES,
+    optimizer=ADAMW,
+    options={},
+)
+class LateSharesCountAllSteps(ReferenceZero1):
+    """Adam's step counter of a share that comes into use late counts the steps before it, too."""
+
+    def update(self) -> None:
+        for tensor in self.updated:
+            if tensor.grad is None:
+                state = self.optimizer.state[tensor]
+                state.setdefault("exp_avg", torch.zeros_like(tensor))
+                state.setdefault("exp_avg_sq", torch.zeros_like(tensor))
+                state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        super().update()
