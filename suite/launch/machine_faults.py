@@ -32,9 +32,9 @@ def fault_of_machine(
     leave.  Room that the system took is no fault of the machine: what it left in ``workdir`` and,
     ``since`` the case began (in the clock of files), beside it, where nobody else's case ran.
     """
-    used = used_in(workdir)
+    used = used_in(workdir) if not backend.mpirun else Use()  # MPI's own files lie there, too
     if lacking(1, base=workdir):
-        if since is not None and _is_alone(workdir):
+        if since is not None and not backend.mpirun and _is_alone(workdir):
             beside = used_in(_top(workdir), since)
             used = Use(used.bytes + beside.bytes, used.files + beside.files)
         if problem := lacking(1, needed, base=workdir, used=used):

@@ -101,7 +101,7 @@ def used_in(folder: Path, since: float = 0.0) -> Use:
     size = count = 0
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(PREFIX)]
-        for name in (*folders, *(name for name in names if not name.endswith(RECORD))):
+        for name in (*folders, *(name for name in names if RECORD not in name)):
             with suppress(OSError):  # it has gone meanwhile
                 about = os.lstat(Path(where, name))
                 if about.st_ctime >= since:

@@ -144,16 +144,23 @@ def test_what_is_asked_is_part_of_the_seal(
     assert any(says in problem for problem in verify(place / "run").problems)
 
 
-def test_a_case_that_was_sealed_anew_is_not_what_its_ranks_were_given(place: Path) -> None:
+@pytest.mark.parametrize(("claim", "told"), [(_expects, "xfail"), (_drops_checks, "pass")])
+def test_a_case_that_was_sealed_anew_is_not_what_its_ranks_were_given(
+    place: Path, claim: Callable[[Line], None], told: str, command: Any
+) -> None:
     nonce = json.loads((place / "run" / "run.json").read_text())["invocations"][0]["nonce"]
+    base = str(place / "base.json")
+    assert command("compare", str(place / "other"), "--save", base)[0] == 0
 
     def change(account: Line) -> None:
-        _expects(account)
+        claim(account)
         account["case"]["seal"] = Case.from_dict(account["case"]).seal_of(nonce)
 
-    _forged(place / "run", change, "xfail")
+    _forged(place / "run", change, told)
     problems = verify(place / "run").problems
     assert any("was given another case" in problem for problem in problems), problems
+    code, out, _ = command("gate", str(place / "run"), "--against", base, "--verify")
+    assert code == 1 and "was given another case" in out, out
 
 
 @pytest.mark.parametrize(

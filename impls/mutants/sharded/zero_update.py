@@ -262,7 +262,7 @@ class DecaysUnusedInWindows(ReferenceZero2):
                 unused.mul_(1 - group["lr"] * group["weight_decay"])
 
 
-# --------------------------------------------------------- shares that come into use late (b23)
+# --------------------------------------------------------------- shares that come into use late
 
 #: In step 0 the head alone has a gradient: with one bucket, shares of one rank only.
 LATE_SHARES = gpt(first_step="head")
@@ -286,7 +286,7 @@ class ReturnsEarlyWithoutGradients(Zero1):
 
 @mutant(
     "zero1_late_shares_count_all_steps",
-    says="",
+    says="step 1, replayed update of parameters",
     killed_by=("equivalence",),
     workload=LATE_SHARES,
     optimizer=ADAMW,
@@ -295,11 +295,13 @@ class ReturnsEarlyWithoutGradients(Zero1):
 class LateSharesCountAllSteps(ReferenceZero1):
     """Adam's step counter of a share that comes into use late counts the steps before it, too."""
 
+    made = 0
+
     def update(self) -> None:
         for tensor in self.updated:
-            if tensor.grad is None:
-                state = self.optimizer.state[tensor]
-                state.setdefault("exp_avg", torch.zeros_like(tensor))
-                state.setdefault("exp_avg_sq", torch.zeros_like(tensor))
-                state["step"] = state.get("step", torch.tensor(0.0)) + 1
+            state = self.optimizer.state[tensor]
+            if tensor.grad is not None and not state:
+                state["step"] = torch.tensor(float(self.made))
+                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(tensor) for _ in "mv")
+        self.made += 1
         super().update()
