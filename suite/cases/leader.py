@@ -8,6 +8,7 @@ does.  The steps are the same for every kind of workload (``cases/kinds/``), eve
 
 from __future__ import annotations
 
+import shutil
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,6 +68,8 @@ def run_case(task: CaseTask) -> dict[str, Any]:
     with apart.clean(needs_trainer, task.workdir):
         account, result = judge_case(task.case, task.workdir, task.oracles, task.host)
     task.host.settle(held=result.verdict in _HELD)
+    # What the system left there may fill the disk on which this is to be written.
+    shutil.rmtree(task.workdir, ignore_errors=True)
     return {"result": result.to_dict(), "account": account.to_dict()}
 
 

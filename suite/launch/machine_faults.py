@@ -5,18 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardproof.backends import Backend
+from shardproof.launch import workspace
 from shardproof.launch.nodes import Nodes
 from shardproof.launch.outcome import RankOutcome
-from shardproof.launch.workspace import (
-    BY_ITSELF,
-    PREFIX,
-    TASK_BYTES,
-    TASK_FILES,
-    Use,
-    lacking,
-    says_full,
-    used_in,
-)
+from shardproof.launch.workspace import TASK_BYTES, lacking, used_in
 
 
 def fault_of_machine(
@@ -32,16 +24,16 @@ def fault_of_machine(
     leave.  Room that the system took is no fault of the machine: what it left in ``workdir`` and,
     ``since`` the case began (in the clock of files), beside it, where nobody else's case ran.
     """
-    used = used_in(workdir) if not backend.mpirun else Use()  # MPI's own files lie there, too
+    # MPI's own files lie in the work folder, too.
+    size, files = (0, 0) if backend.mpirun else used_in(workdir)
     if lacking(1, base=workdir):
         if since is not None and not backend.mpirun and _is_alone(workdir):
-            beside = used_in(_top(workdir), since)
-            used = Use(used.bytes + beside.bytes, used.files + beside.files)
-        if problem := lacking(1, needed, base=workdir, used=used):
+            size, files = map(sum, zip((size, files), used_in(_top(workdir), since), strict=True))
+        if problem := lacking(1, needed, base=workdir, used=(size, files)):
             return str(problem)
-    elif cause is not None and says_full(cause.message) and str(workdir) in cause.message:
-        took = used.bytes >= needed or used.files >= TASK_FILES or BY_ITSELF in cause.message
-        if not took:  # others may have made room meanwhile
+    elif cause is not None and workspace.says_full(cause.message) and str(workdir) in cause.message:
+        took = size >= needed or files >= workspace.TASK_FILES
+        if not (took or workspace.BY_ITSELF in cause.message):  # others may have made room
             return f"there was no room in the work folder: rank {cause.rank}: {cause.message}"
     problem = backend.unreachable() if cause is not None and Nodes.here() is None else None
     return str(problem or "")
@@ -50,11 +42,11 @@ def fault_of_machine(
 def _top(workdir: Path) -> Path:
     """The folder in which work folders of all runs lie; ``workdir`` itself, if it is in none."""
     parents = [workdir, *workdir.parents]
-    return next((one.parent for one in parents if one.name.startswith(PREFIX)), workdir)
+    return next((one.parent for one in parents if one.name.startswith(workspace.PREFIX)), workdir)
 
 
 def _is_alone(workdir: Path) -> bool:
     """Whether no other case runs in that file system, as far as its work folders tell."""
     top, name = _top(workdir), workdir.name.rstrip("0123456789")
     others = [one for one in workdir.parent.glob(f"{name}*") if one != workdir]
-    return top != workdir and len([*top.glob(f"{PREFIX}*")]) == 1 and not others
+    return top != workdir and len([*top.glob(f"{workspace.PREFIX}*")]) == 1 and not others

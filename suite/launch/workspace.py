@@ -10,8 +10,8 @@ import os
 import resource
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from shardproof.errors import Problem
@@ -22,17 +22,6 @@ PREFIX, LOCK, RECORD = "shardproof-", ".lock", ".rec"
 TASK_BYTES, TASK_FILES = 16 << 20, 100
 #: Bytes that must be free beside these for what outlives a case, such as oracles, to be put there.
 ROOMY_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class Use:
-    """What lies in a file system: bytes of its blocks, and files."""
-
-    bytes: int = 0
-    files: int = 0
-
-
-NOTHING = Use()
 #: Bytes that a file may have where this was imported, before any code of a user's ran.
 _FILE_BYTES = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
 #: Begins what a rank says that had no room because of what it did.
@@ -72,20 +61,21 @@ def workspace_base() -> Path:
 
 
 def lacking(
-    tasks: int, needed: int = 0, base: Path | None = None, used: Use = NOTHING
+    tasks: int, needed: int = 0, base: Path | None = None, used: Sequence[int] = (0, 0)
 ) -> Problem | None:
     """Why ``base`` (default: where work folders are made) has no room for so many tasks at once,
-    which need so many bytes (0: not known); ``None``: it has, or had without what is ``used``.
+    which need so many bytes (0: not known); ``None``: it has, or would have without the bytes and
+    files that are ``used``.
     """
     base, needed, files = base or workspace_base(), needed or tasks * TASK_BYTES, tasks * TASK_FILES
     room, limit = os.statvfs(base), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     work = "a case" if tasks == 1 else f"{tasks} cases at once"
-    free = room.f_bavail * room.f_frsize + used.bytes
+    free = room.f_bavail * room.f_frsize + used[0]
     fewer = ", or run fewer at once (-j 1)" if tasks > 1 else ""
     if free < needed:
         what = f"{base} has {free >> 20:,} MiB free, and {work} may need {-(-needed >> 20):,} MiB"
         return Problem(what, f"make room, or enlarge it (in containers: --shm-size 1g){fewer}")
-    if room.f_files and room.f_favail + used.files < files:
+    if room.f_files and room.f_favail + used[1] < files:
         what = f"{base} takes {room.f_favail:,} more files, and {work} may need {files:,}"
         return Problem(what, f"remove files, or mount it with more inodes (nr_inodes){fewer}")
     if resource.RLIM_INFINITY != limit < TASK_BYTES:
@@ -94,9 +84,9 @@ def lacking(
     return None
 
 
-def used_in(folder: Path, since: float = 0.0) -> Use:
-    """What lies in ``folder`` that a system made: no record, and nothing in work folders of others;
-    only what was changed ``since``.
+def used_in(folder: Path, since: float = 0.0) -> tuple[int, int]:
+    """Bytes and files in ``folder`` that a system made: no record, and nothing in work folders of
+    others; only what was changed ``since``.
     """
     size = count = 0
     for where, folders, names in os.walk(folder):
@@ -106,7 +96,7 @@ def used_in(folder: Path, since: float = 0.0) -> Use:
                 about = os.lstat(Path(where, name))
                 if about.st_ctime >= since:
                     size, count = size + about.st_blocks * 512, count + 1
-    return Use(size, count)
+    return size, count
 
 
 def says_full(text: str) -> bool:

@@ -161,9 +161,11 @@ def test_where_other_cases_run_nobody_is_blamed_for_what_lies_beside(tmp_path: P
 
 def test_records_of_the_suite_are_nothing_that_a_system_took(tmp_path: Path) -> None:
     (tmp_path / "rank0.rec").write_bytes(bytes(1 << 20))
-    assert workspace.used_in(tmp_path) == workspace.NOTHING
+    assert workspace.used_in(tmp_path) == (0, 0)
+    (tmp_path / ".rank0.rec.7.tmp").write_bytes(bytes(1 << 20))  # of a rank that was killed
+    assert workspace.used_in(tmp_path) == (0, 0)
     (tmp_path / "mine").write_bytes(bytes(1 << 20))
-    assert workspace.used_in(tmp_path) == workspace.Use(1 << 20, 1)
+    assert workspace.used_in(tmp_path) == (1 << 20, 1)
 
 
 def test_what_ended_well_is_not_asked_about(
