@@ -151,10 +151,10 @@ def spent_below(pid: int, itself: bool = False) -> float:
     import psutil
 
     total = 0.0
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.Error):
         top = psutil.Process(pid)
         for one in [*([top] if itself else []), *top.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 total += sum(one.cpu_times()[:4])  # of those that it has waited for as well
     return total
 

@@ -16,6 +16,7 @@ from small_disk import remount, small_disk
 from shardproof.backends import BACKENDS
 from shardproof.backends.gloo import problem_of_interface
 from shardproof.case import Case
+from shardproof.cases import room
 from shardproof.cases.launcher import Launcher
 from shardproof.cases.leader import _fault_of_machine, judge_case
 from shardproof.cases.runner import run_cases
@@ -130,7 +131,8 @@ def ends_on(disk: Path, way: str, case: Case, patch: pytest.MonkeyPatch) -> Case
 def test_room_that_a_system_took_is_its_own_fault(
     way: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with small_disk(tmp_path / "disk", 96 << 10) as disk:
+    with small_disk(tmp_path / "disk", 64 << 10) as disk:
+        remount(disk, "nr_inodes=400")
         result = ends_on(disk, way, case, monkeypatch)
     assert result.verdict == "crash", result.reason
     if way == "limit":
@@ -141,8 +143,10 @@ def test_room_that_a_system_took_is_its_own_fault(
 def test_room_that_others_took_is_the_machines(
     way: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with small_disk(tmp_path / "disk", 96 << 10) as disk:
-        remount(disk, "nr_inodes=150" if way == "inodes" else "size=10m")
+    """The rest of it is not enough for any case, which is seen before unless others take it now."""
+    monkeypatch.setattr(room, "require", lambda cases, jobs: None)
+    with small_disk(tmp_path / "disk", 64 << 10) as disk:
+        remount(disk, "nr_inodes=80" if way == "inodes" else "size=10m")
         result = ends_on(disk, way, case, monkeypatch)
     assert result.verdict == "precondition", result.reason
 
