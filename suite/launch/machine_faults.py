@@ -26,10 +26,10 @@ def fault_of_machine(
     """
     # MPI's own files lie in the work folder, too.
     size, files = (0, 0) if backend.mpirun else used_in(workdir)
-    if lacking(1, base=workdir):
+    if problem := lacking(1, base=workdir):
         if since is not None and not backend.mpirun and _is_alone(workdir):
             size, files = map(sum, zip((size, files), used_in(_top(workdir), since), strict=True))
-        if problem := lacking(1, needed, base=workdir, used=(size, files)):
+        if lacking(1, needed, base=workdir, used=(size, files)):
             return str(problem)
     elif cause is not None and workspace.says_full(cause.message) and str(workdir) in cause.message:
         took = size >= needed or files >= workspace.TASK_FILES

@@ -108,11 +108,11 @@ def by_itself(folder: Path) -> str:
     """How this process took the room in ``folder``, or kept itself from it; empty: not known."""
     if (limit := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != _FILE_BYTES:
         return f"{BY_ITSELF}limits files to {limit:,} bytes: "
-    held, device = 0, folder.stat().st_dev
+    held = 0
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            about = descriptor.stat()  # also of a file that has no name any more
-            held += about.st_blocks * 512 * (about.st_dev == device)
+        with suppress(OSError):  # it was that of this list
+            about = os.fstat(int(descriptor.name))  # also of a file that has no name any more
+            held += about.st_blocks * 512 * (about.st_dev == folder.stat().st_dev)
     return f"{BY_ITSELF}holds files of {held >> 20:,} MiB there: " if held >= TASK_BYTES else ""
 
 
