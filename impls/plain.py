@@ -50,6 +50,7 @@ class Plain(Implementation):
             max_world=1,
             exactness="bitwise",
             features=frozenset({"clipping", "accumulation"}),
+            declines={"loss_scale": "left out"},
         )
 
     def setup(

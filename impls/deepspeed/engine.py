@@ -58,11 +58,13 @@ from shardproof.impls.reference.engine.optimizer import (
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state
 
 #: Why traits are declined.
+NO_SCALE = "DeepSpeed scales fp16 only, which it lacks on CPUs"
 ZERO_GRADIENT = "DeepSpeed gives a parameter without a gradient zeros and updates it"
 #: Traits that no stage supports.
-DECLINES: Mapping[str, str] = dict.fromkeys(
-    ("unused", "conditional_late_step", "conditional_early_step"), ZERO_GRADIENT
-)
+DECLINES: Mapping[str, str] = {
+    **dict.fromkeys(("unused", "conditional_late_step", "conditional_early_step"), ZERO_GRADIENT),
+    "loss_scale": NO_SCALE,
+}
 #: Those that stages which reduce in every micro-batch do not support.
 EVERY_MICRO_BATCH: Mapping[str, str] = {
     **DECLINES,
@@ -115,7 +117,7 @@ class Engine(Saves):
         self.zero: ZeroOptimization = parse(options, self.stage)
         self.checkpoints = checkpoints(options)
         if optimizer.scaler is not None:
-            raise Refused("optimizer.scaler: DeepSpeed scales fp16 only, which it lacks on CPUs")
+            raise Refused(f"optimizer.scaler: {NO_SCALE}")
         self.build, self.spec, self.comm = build, optimizer, mesh.comm(self.axis)
         if mesh.world != torch.distributed.get_world_size():
             raise Refused("DeepSpeed takes all ranks of the default group, not a part of them")

@@ -51,7 +51,7 @@ from shardproof.contract import (
 )
 from shardproof.impls.deepspeed import engine
 from shardproof.impls.deepspeed.checkpoint import Saved, Saves, offered
-from shardproof.impls.deepspeed.engine import ZERO_GRADIENT
+from shardproof.impls.deepspeed.engine import NO_SCALE, ZERO_GRADIENT
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     make_slots,
@@ -120,6 +120,7 @@ class DeepSpeedPipeline(Saves):
             declines={
                 **dict.fromkeys(idle, ZERO_GRADIENT),
                 **NO_BYTES,
+                "loss_scale": NO_SCALE,
                 "incomplete_window": ONE_WINDOW,
                 **({} if chosen.dynamic_shape else {"variable_lengths": ONE_LENGTH}),
             },
@@ -145,7 +146,7 @@ class DeepSpeedPipeline(Saves):
         self.options = parse_options(Options, options)
         self.checkpoints = self.options.checkpoint
         if optimizer.scaler is not None:
-            raise Refused("optimizer.scaler: DeepSpeed scales fp16 only, which it lacks on CPUs")
+            raise Refused(f"optimizer.scaler: {NO_SCALE}")
         if mesh.world != torch.distributed.get_world_size():
             raise Refused("DeepSpeed takes all ranks of the default group, not a part of them")
         self.build, self.spec, self.comm = build, optimizer, mesh.comm("pipe")

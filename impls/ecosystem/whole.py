@@ -39,10 +39,14 @@ class NoOptions:
     """The system is judged with its defaults."""
 
 
+UNSCALED = "judged without loss scaling"
+
+
 def process_capabilities(package: str, *features: str, **fields: Any) -> Capabilities:
     """Of a system of the module ``package`` whose ranks are processes."""
     usual = {"backends": ("gloo",), "dtypes": ("float64", "float32"), "packages": (package,)}
-    return declared(*features, **(usual | fields))
+    declines = {"loss_scale": UNSCALED, **fields.pop("declines", {})}
+    return declared(*features, declines=declines, **(usual | fields))
 
 
 def check_plain(options: Mapping[str, Any], mesh: Mesh, axis: str, spec: OptimizerSpec) -> None:
@@ -51,7 +55,7 @@ def check_plain(options: Mapping[str, Any], mesh: Mesh, axis: str, spec: Optimiz
     if list(mesh.axes) != [axis]:
         raise Refused(f"takes all ranks along axis {axis!r}; this mesh has {list(mesh.axes)}")
     if spec.scaler is not None:
-        raise Refused("optimizer.scaler: judged without loss scaling")
+        raise Refused(f"optimizer.scaler: {UNSCALED}")
 
 
 class Whole(Adapter):

@@ -22,7 +22,7 @@ from shardproof.campaign.systems import LARGEST_GRID, MOST_PROCESSES, NORMED
 from shardproof.case import Case
 from shardproof.contract import Options, Refused, ScalerSpec
 from shardproof.coverage import features, pairs, triggers
-from shardproof.registry.declaration import Declaration
+from shardproof.registry.declaration import LOSS_SCALE, Declaration
 from shardproof.scenarios.load import SHIPPED, find
 from shardproof.scenarios.matrix import expand, substitute
 from shardproof.scenarios.rules import OVERFLOW
@@ -60,7 +60,9 @@ def scaled(case: Case) -> Case:
     """``case`` with a loss scaler and an overflow, where its system takes them."""
     spec = case.workload
     declared = Declaration.of(registry.load(case.implementation), case.options)
-    if OVERFLOW in declared.declines or spec.name not in workloads.TRAITS[OVERFLOW].applies_to:
+    if {OVERFLOW, LOSS_SCALE} & {*declared.declines} or spec.name not in workloads.TRAITS[
+        OVERFLOW
+    ].applies_to:
         return case
     if case.checkpoint is not None and declared.trains_alone:
         return case  # a checkpoint has one scale, and each rank has its own

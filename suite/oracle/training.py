@@ -529,13 +529,26 @@ def evaluator(
     return loss
 
 
-def parts(workload: Workload, precision: Precision, state: Tensors, batch: Batch) -> list[Tensors]:
-    """Gradients by name of each micro-batch of ``batch``, from ``state``, in training mode."""
+def parts(
+    workload: Workload,
+    precision: Precision,
+    state: Tensors,
+    batch: Batch,
+    pulled: Sequence[Pull] = (),
+    alone: bool = False,
+) -> list[Tensors]:
+    """Gradients by name of each micro-batch of ``batch``, from ``state``, in training mode.
+
+    ``alone``: of what is ``pulled`` only, without the loss of the micro-batch.
+    """
     device = _device(workload, precision)
     found = []
     for micro in batch.micro_batches:
         workload.load(device.module, state)
-        device.loss(device.forward(micro.inputs), micro).backward()
+        outputs = device.forward(micro.inputs)
+        losses = [] if alone else [device.loss(outputs, micro)]
+        losses += [(p.slope * p.term.statistics(outputs, micro)).sum() for p in pulled]
+        torch.stack(losses).sum().backward()
         found.append(device.take_gradients({}))
     return found
 

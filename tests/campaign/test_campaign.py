@@ -14,7 +14,7 @@ from commands import here
 
 from shardproof import registry, workloads
 from shardproof.campaign import draws, systems
-from shardproof.campaign.varied import other
+from shardproof.campaign.varied import other, scaled
 from shardproof.case import Case
 from shardproof.coverage import features, pairs, triggers
 from shardproof.errors import SelectionError
@@ -52,6 +52,15 @@ def test_every_drawn_case_can_be_run(first: list[Case]) -> None:
         assert not declaration.excludes_case(case, ""), case.id
         workloads.check(case.workload)
         assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+
+
+@pytest.mark.parametrize("name", ["plain", "deepspeed/pipeline", "deepspeed/zero1"])
+def test_no_system_without_a_loss_scale_is_given_one(name: str, drawn: list[Case]) -> None:
+    base = next(case for case in drawn if not case.optimizer.scaler)
+    axis = Declaration.of(registry.load(name), {}).axes[0]
+    case = dataclasses.replace(base, implementation=name, options={}, mesh={axis: 1})
+    assert scaled(case) == case
+    assert "loss_scale" in _declared(case).declines
 
 
 def test_wrap_policies_and_meshes_fit(drawn: list[Case]) -> None:

@@ -75,7 +75,7 @@ class UsesLastBucketEarly(Zero1):
 
 @mutant(
     "zero2_rewrites_buffer_in_flight",
-    says="overwritten|in flight",
+    says=r"wrong elements, of .*(only .+ is in them|is missing)",
     zoo=("F08",),
     killed_by=("equivalence",),
     workload=LATE,

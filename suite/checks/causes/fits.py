@@ -163,8 +163,14 @@ def states(evidence: Evidence, step: int) -> list[dict[str, Tensor]]:
 def parts(evidence: Evidence, step: int) -> list[list[dict[str, Tensor]]]:
     """Gradients of every micro-batch of every data coordinate, from what the system held before."""
     workload, precision = for_case(evidence.case), evidence.case.precision
-    pairs = zip(states(evidence, step), evidence.shares(step), strict=True)
-    return [training.parts(workload, precision, state, batch) for state, batch in pairs]
+    began, shares = states(evidence, step), evidence.shares(step)
+    pulls: training.Pulls = [[] for _ in shares]
+    if terms := workload.build_for(0).terms:
+        pairs = zip(began, shares, strict=True)
+        own = [training.statistics(workload, precision, *pair, terms) for pair in pairs]
+        pulls = training.pulls(terms, own)
+    each = zip(began, shares, pulls, strict=True)
+    return [training.parts(workload, precision, *one) for one in each]
 
 
 def pieces(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from statistics import median
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, multiple, number, some
+from shardproof.checks.causes.scalars import of_norm
 from shardproof.checks.causes.state import of_buffers_at_start
+from shardproof.checks.causes.terms import of_term_gradients
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.evidence.held import part
 from shardproof.oracle.training import left_fold
@@ -38,6 +41,10 @@ _WIDER = {"float32": ("float64",), "bfloat16 or float16": ("float64", "float32")
 _MOST_OFF = 0.1
 #: What rounding on the way leaves over of compressed sums, relative.
 _ROUNDED_ON_THE_WAY = 1e-3
+#: How far from a sum of shares an element of it is, relative to their sizes.
+_ELEMENT = 1e-11
+#: What torch adds to a norm that it divides by.
+_EPSILON = 1e-6
 #: A share of elements that are zero by chance.
 _FEW = 0.01
 
@@ -64,10 +71,12 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
     # Sums of all come first: a factor or a lost rank explains every tensor with one sentence.
     return (
         sums.of_all()
+        or of_term_gradients(evidence, step, sums.held)
         or sums.rounded()
         or sums.of_copies()
         or sums.by_rank()
         or sums.by_tensor()
+        or sums.by_element()
         or sums.moved()
         or sums.place()
     )
@@ -256,6 +265,56 @@ class _Sums:
                 return f"in the gradient of {name!r} is a rank's gradient of {other!r}"
         return ""
 
+    def by_element(self) -> str:
+        """Which shares are in the wrong elements, where each holds some whole and lacks others."""
+        if self.lowest != "float64":
+            return ""
+        each = [*enumerate(self.parts)]
+        whole = {f"data coordinate {at}": left_fold(share) for at, share in each if share}
+        parts = {
+            f"micro-batch {number} of data coordinate {at}": micro
+            for at, share in each
+            for number, micro in enumerate(share)
+        }
+        return self._selected(whole) or self._selected(parts)
+
+    def _selected(self, shares: Mapping[str, Tensors]) -> str:
+        #     held[e] = s0 c0[e] + s1 c1[e] + s2 c2[e]      s is 0 or 1, the same for many elements
+        elements = sum(self.truth[name].numel() for name in self.wrong)
+        if len(shares) < 2 or elements << len(shares) > _LARGEST_FIT:
+            return ""
+        got, want, *columns = (
+            fits.flat(tensors, self.truth, self.wrong)
+            for tensors in (self.held, self.truth, *shares.values())
+        )
+        matrix = torch.stack(columns)
+        within = _ELEMENT * matrix.abs().sum(0)
+        left = off = (got - want).abs() > within
+        choices = [*product((1.0, 0.0), repeat=len(shares))]
+        found: list[str] = []
+        # Of few choices only: with enough of them, something fits every element.
+        while bool(left.any()) and len(found) < fits.SHOWN:
+            sums = ((matrix.T @ matrix.new_tensor(choice), choice) for choice in choices)
+            fitting = ((left & ((got - own).abs() <= within), choice) for own, choice in sums)
+            at, choice = max(fitting, key=lambda pair: int(pair[0].sum()))
+            if not bool(at.any()):
+                return ""
+            left = left & ~at
+            found.append(self._in_elements(at, dict(zip(shares, choice, strict=True)), off))
+        return "" if bool(left.any()) else "; ".join(found)
+
+    def _in_elements(self, at: Tensor, choice: Mapping[str, float], off: Tensor) -> str:
+        sizes = [self.truth[name].numel() for name in self.wrong]
+        own = zip(self.wrong, at.split(sizes), strict=True)
+        names = [name for name, there in own if bool(there.any())]
+        present, absent = (
+            [n for n, c in choice.items() if bool(c) is one] for one in (True, False)
+        )
+        what = f"{' and '.join(absent)} is missing"
+        if len(present) <= len(absent):
+            what = f"only {' and '.join(present) or 'zero'} is in them"
+        return f"in {int(at.sum())} of {int(off.sum())} wrong elements, of {some(names)}, {what}"
+
     def moved(self) -> str:
         """Whether elements are in another order."""
         held, truth = self.held, self.truth
@@ -336,13 +395,30 @@ def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:
         # Not clipped at all is a multiple of the clipped truth, too.
         if _once(held, truth.gradients, limit):
             return "nothing was clipped"
-        return f"clipped by a norm that is {number(1 / times)} times the true one"
+        return _other_norm(evidence, step, times, limit)
     if by_rank := _clipped_by_rank(evidence, step, truth.clipped, truth.gradients, limit):
         return by_rank
     left = [n for n in held if not _once({n: held[n]}, truth.clipped, limit)]
     if left and all(_once({n: held[n]}, truth.gradients, limit) for n in left):
         return f"not clipped: {some(left)}"
     return ""
+
+
+def _other_norm(evidence: Evidence, step: int, times: float, limit: float) -> str:
+    """What was clipped by, where ``times`` the right gradients are left of it."""
+    sentence = f"clipped by a norm that is {number(1 / times)} times the true one"
+    norm, most = float(evidence.truth.steps[step].norm), evidence.case.optimizer.clip_norm or 0.0
+    factor = most / (norm + _EPSILON)
+    if factor > 1 and abs(times - factor) <= limit * factor:
+        return f"scaled up to the clip norm {most:g}: the true norm, {norm:.4g}, is below it"
+    told = {rank: record.steps[step].norm for rank, record in evidence.ranks.items()}
+    right = {r for r, own in told.items() if own is None or abs(own - norm) <= limit * norm}
+    # Another norm that ranks report is explained by the check of norms.
+    if len(right) < len(told) or factor >= 1:
+        return sentence
+    held = (norm + _EPSILON) / times - _EPSILON
+    cause = of_norm(evidence, step, min(right), held, norm)
+    return f"{sentence}: {cause}" if cause else sentence
 
 
 def _clipped_by_rank(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shardproof.checks.causes import fits
-from shardproof.contract import LossTerm, Scope
+from shardproof.contract import Batch, LossTerm, Scope
 from shardproof.evidence.assembled import Evidence
 from shardproof.oracle import training
 from shardproof.workloads import for_case
@@ -21,6 +22,8 @@ _OVER: Mapping[Scope, str] = {
 }
 #: Relative to the loss: two ways to compute a term must differ by more to be told apart.
 _WITHIN = 1e-9
+#: How near a fitted factor is to the number that it stands for.
+_APART = 1e-5
 
 
 def of_terms(evidence: Evidence, step: int, total: float) -> str:
@@ -39,6 +42,54 @@ def of_terms(evidence: Evidence, step: int, total: float) -> str:
             if abs(total - rest - others - value) <= _WITHIN * abs(total):
                 return f"the loss term {term.name!r} {sentence}"
     return ""
+
+
+def of_term_gradients(evidence: Evidence, step: int, held: fits.Tensors) -> str:
+    """A sentence on the gradients ``held`` of ``step``; empty: no term explains them."""
+    terms = for_case(evidence.case).build_for(0).terms
+    if not terms or evidence.case.lowest_dtype != "float64":
+        return ""
+    names, truth = [*held], evidence.truth.steps[step].gradients
+    own = [_pulled(evidence, step, term, term.scope) for term in terms]
+    got, want, *right = (fits.flat(tensors, truth, names) for tensors in (held, truth, *own))
+    for term, pull in zip(terms, right, strict=True):
+        for scope in _OVER:
+            other = fits.flat(_pulled(evidence, step, term, scope), truth, names)
+            #     held = truth - what the term adds + times x what it adds over ``scope``
+            gap, size = got - want + pull, float(other @ other)
+            times = float(gap @ other) / size if size else 0.0
+            left = float((gap - times * other).norm())
+            if left > min(fits.limit_of(evidence), 1.0) * float(pull.norm()):
+                continue
+            if sentence := _otherwise(term, scope, times, fits.known(evidence, step)):
+                return f"in the gradients, the loss term {term.name!r} {sentence}"
+    return ""
+
+
+def _otherwise(term: LossTerm, scope: Scope, times: float, known: Mapping[str, float]) -> str:
+    if abs(times) <= _APART:
+        return "was left out"
+    over = f"is computed over {_OVER[scope]}, not over {_OVER[term.scope]}"
+    ratio = max(times, 1 / times, key=abs)
+    of = [name for name, number in known.items() if abs(ratio - number) <= _APART * number]
+    names = f" ({ratio:.4g} = {' or '.join(of)})" if of else ""
+    how = "" if abs(times - 1) <= _APART else f"counts {times:.4g} times{names}"
+    return " and ".join(filter(None, (over if scope != term.scope else "", how)))
+
+
+def _pulled(evidence: Evidence, step: int, term: LossTerm, scope: Scope) -> dict[str, Tensor]:
+    """What ``term`` adds to the gradients of a step if it is computed over each ``scope``."""
+    workload, precision = for_case(evidence.case), evidence.case.precision
+    pairs = [*zip(fits.states(evidence, step), evidence.shares(step), strict=True)]
+    if scope == "micro-batch":  # as of so many ranks with one micro-batch each
+        pairs = [(s, Batch(step, ((m,),))) for s, batch in pairs for m in batch.micro_batches]
+    one = replace(term, scope="global" if scope == "global" else "rank")
+    own = [training.statistics(workload, precision, *pair, [one]) for pair in pairs]
+    found: dict[str, Tensor] = {}
+    for pair, pulled in zip(pairs, training.pulls([one], own), strict=True):
+        for part in training.parts(workload, precision, *pair, pulled, alone=True):
+            found |= {n: found[n] + g if n in found else g for n, g in part.items()}
+    return found
 
 
 def _statistics(
