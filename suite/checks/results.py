@@ -43,7 +43,7 @@ _FOUND = re.compile(r"after the load|full_state|.*not loaded|evaluation")
 _PLACE = re.compile(
     r"only what |only .+ (?:is|are) wrong|all is wrong up to |only the loss of "
     r"|step \d+ is the first|only ranks? .+ differs|that is wrong|they are wrong|these are wrong"
-    r"|clip(?:s|ped) by a norm|is not the initial value"
+    r"|clip(?:s|ped) by a norm|wrong elements, of|is not the initial value"
     r"|no more is wrong|not finite|no cause could be told"
 )
 _FACTOR = re.compile(r"\btimes\b|too (?:large|small)|wrong sign|multiples of the truth")

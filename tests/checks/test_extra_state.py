@@ -80,7 +80,8 @@ SCENARIOS = {
     "micro-batch": (EXPERTS.replace("SCOPE", "micro-batch"), "AddsTerms Version2", "2"),
     "wrong-terms": (
         EXPERTS.replace("SCOPE", "global"),
-        "TermOfThisRank TermOfMicroBatches TermTimesRanks LeavesTermsOut Version2",
+        "TermOfThisRank TermOfMicroBatches TermTimesRanks LeavesTermsOut Version2 "
+        "PullTimesRanks PullsNothing PullOfThisRank",
         "2",
     ),
 }
@@ -143,6 +144,21 @@ def test_sound_systems_pass(told: dict[str, dict[str, list[tuple[str, str]]]]) -
         ("wrong-terms", "TermOfMicroBatches", "'balance' is computed over each micro-batch"),
         ("wrong-terms", "TermTimesRanks", "'balance' counts 2 times"),
         ("wrong-terms", "LeavesTermsOut", "'balance' was left out"),
+        (
+            "wrong-terms",
+            "PullTimesRanks",
+            "equivalence: in the gradients, the loss term 'balance' counts 2 times",
+        ),
+        (
+            "wrong-terms",
+            "PullsNothing",
+            "equivalence: in the gradients, the loss term 'balance' was left out",
+        ),
+        (
+            "wrong-terms",
+            "PullOfThisRank",
+            "in the gradients, the loss term 'balance' is computed over each rank, not over the g",
+        ),
     ],
 )
 def test_each_broken_promise_is_seen(

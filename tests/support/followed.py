@@ -286,6 +286,9 @@ class AddsTerms(ByHand):
             self.comm.all_reduce(total)
         return total
 
+    def pull(self, slope):
+        return slope
+
     def share(self, term, value):
         return value / self.comm.size if term.scope == "global" else value
 
@@ -299,10 +302,35 @@ class AddsTerms(ByHand):
             total = self.whole(term, own).requires_grad_()
             value = term.value(total)
             [slope] = torch.autograd.grad(value, [total])
-            loss = loss + (slope * own).sum()
+            loss = loss + (self.pull(slope) * own).sum()
             told = told + self.share(term, value.detach())
         loss.backward()
         return told
+
+
+class PullTimesRanks(AddsTerms):
+    """The loss is right; the gradient of the term is weighted by the number of ranks."""
+
+    def pull(self, slope):
+        return self.comm.size * slope
+
+
+class PullsNothing(AddsTerms):
+    """The loss is right; the gradient of the term is left out."""
+
+    def pull(self, slope):
+        return 0 * slope
+
+
+class PullOfThisRank(AddsTerms):
+    """The value is that of the global batch; the gradient is that of this rank's share."""
+
+    def whole(self, term, own):
+        self.right = term.value(super().whole(term, own))
+        return own.detach().clone()
+
+    def share(self, term, value):
+        return super().share(term, self.right)
 
 
 class TermOfThisRank(AddsTerms):

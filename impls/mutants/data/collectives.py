@@ -274,7 +274,7 @@ class DropsSecondHalf(Planted):
 
 @mutant(
     "double_tree_forgets_right_child",
-    says="data coordinate 0 is missing",
+    says=r"wrong elements, of .*data coordinate \d is missing",
     options=summed_by("double_binary_tree"),
 )
 class ForgetsRightChild(Planted):

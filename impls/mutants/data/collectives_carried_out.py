@@ -103,7 +103,11 @@ class _Largest(Running):
         torch.maximum(own, received, out=own)
 
 
-@mutant("keeps_the_larger_of_two", says="largest of the ranks", options=summed_by("rabenseifner"))
+@mutant(
+    "keeps_the_larger_of_two",
+    says=r"(only data coordinate \d is in them.*){3}",
+    options=summed_by("rabenseifner"),
+)
 class KeepsTheLargerOfTwo(SpoiltReducer):
     """Two parts are combined by their maximum, whatever the operation."""
 

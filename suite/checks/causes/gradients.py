@@ -310,9 +310,9 @@ class _Sums:
         present, absent = (
             [n for n, c in choice.items() if bool(c) is one] for one in (True, False)
         )
-        what = f"{' and '.join(absent)} is missing"
-        if len(present) <= len(absent):
-            what = f"only {' and '.join(present) or 'zero'} is in them"
+        what = f"{' and '.join(absent)} is missing" if present else "all is zero"
+        if 0 < len(present) <= len(absent):
+            what = f"only {' and '.join(present)} is in them"
         return f"in {int(at.sum())} of {int(off.sum())} wrong elements, of {some(names)}, {what}"
 
     def moved(self) -> str:
