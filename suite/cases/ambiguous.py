@@ -1,16 +1,18 @@
 """A factor that several numbers of a case may be is told apart by one more run.
 
 On 2 ranks with 2 micro-batches a gradient that is half of the true one was divided by either.  The
-same system with 3 micro-batches leaves one of them.
+same system with 3 micro-batches leaves one of them.  On a mesh of 2 x 2, which has two axes of one
+size, another run has 3 x 2 ranks, where these are threads.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
-from shardproof import checks
+from shardproof import axes, checks
+from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.checks.causes.fits import known
 from shardproof.checks.results import ALIKE
@@ -32,7 +34,8 @@ def tell_apart(evidence: Evidence, run: Callable[[Case], Evidence | None]) -> No
         for row in rows
         if ALIKE in row.problem
     }
-    other = another(evidence) if found else None
+    names = {name for row in found.values() for name in _names(row.problem)}
+    other = another(evidence, names) if found else None
     try:
         second = run(replace(other, checks=tuple(found))) if other else None
         again = {name: checks.measure(name, second) for name in found} if second else {}
@@ -46,27 +49,52 @@ def tell_apart(evidence: Evidence, run: Callable[[Case], Evidence | None]) -> No
         evidence.compared[name] = [plain if one is row else one for one in evidence.compared[name]]
 
 
-def another(evidence: Evidence) -> Case | None:
-    """The case with another number of micro-batches; ``None``: it has no room for one."""
+def another(evidence: Evidence, names: Collection[str]) -> Case | None:
+    """The case with other numbers of micro-batches or ranks, which differ for most of ``names``.
+
+    ``None``: there is none.
+    """
     case = evidence.case
     if case.changes_members or case.fault is not None:
         return None
-    workload, taken = case.workload, {*known(evidence).values()}
-    room = workload.global_batch // (case.data_coordinates * workload.windows)
-    counts = (n for n in range(workload.micro_batches + 1, min(room, _MOST) + 1) if n not in taken)
-    if (count := next(counts, None)) is None:
-        return None
-    steps, workload = min(case.steps, 2), replace(workload, micro_batches=count)
-    return replace(case, checkpoint=None, expect={}, steps=steps, workload=workload)
+    found, most = None, 0
+    for mesh in _meshes(evidence):
+        made = replace(case, mesh=mesh, checkpoint=None, expect={}, steps=min(case.steps, 2))
+        sizes = {f"ranks of the axis {axis!r}": size for axis, size in mesh.items()}
+        told = {**known(evidence), **sizes, "ranks": made.world}
+        for count in range(2, _MOST + 1):
+            told |= {"micro-batches": count, "ranks x micro-batches": made.world * count}
+            samples = made.data_coordinates * case.workload.windows * count
+            if count == case.workload.micro_batches or told["micro-batches"] in sizes.values():
+                continue
+            batch = max(case.workload.global_batch, samples)
+            workload = replace(case.workload, micro_batches=count, global_batch=batch)
+            if (apart := len({told[name] for name in names if name in told})) > most:
+                found, most = replace(made, workload=workload), apart
+    return found
+
+
+def _meshes(evidence: Evidence) -> Iterator[Mapping[str, int]]:
+    """That of the case, and those with one rank more along an axis, where ranks are threads."""
+    case = evidence.case
+    yield case.mesh
+    for axis in axes.sharing(case.mesh) if BACKENDS[case.backend].threads else ():
+        other = replace(case, mesh={**case.mesh, axis: case.mesh[axis] + 1})
+        if case.mesh[axis] > 1 and not evidence.declaration.excludes_case(other, ""):
+            yield other.mesh
+
+
+def _names(sentence: str) -> list[str]:
+    """The names of the factor that a sentence tells."""
+    found = _NAMES.search(sentence)
+    return found[2].split(_OR) if found else []
 
 
 def resolved(sentence: str, other: str) -> str:
     """``sentence`` with those names of its factor that ``other``, of another run, gives as well."""
-    first, second = _NAMES.search(sentence), _NAMES.search(other)
-    if first is None or second is None:
-        return sentence
-    names = [name for name in first[2].split(_OR) if name in second[2].split(_OR)]
-    if not names:
+    first, left = _NAMES.search(sentence), _names(other)
+    names = [name for name in _names(sentence) if name in left]
+    if first is None or not names:
         return sentence
     alike = ALIKE if len(names) > 1 else ""
     return sentence.replace(first[0], f"({first[1]} = {_OR.join(names)}{alike})")

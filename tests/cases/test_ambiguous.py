@@ -36,3 +36,10 @@ def test_a_mean_over_2_ranks_is_none_over_2_micro_batches(tmp_path: Path) -> Non
     account, result = judge_case(case, tmp_path, tmp_path / "oracles")
     assert "every gradient is 2 times too small (2 = ranks)" in result.reason, result.reason
     assert account.figures is not None
+
+
+def test_of_two_axes_of_one_size_another_mesh_tells_which(tmp_path: Path) -> None:
+    own = pair(registry.load_mutant("hybrid_compensates_for_one_axis"), weigh_all=False).case
+    case = replace(own, checks=("equivalence",), mesh={"replicate": 2, "shard": 2, "tensor": 1})
+    _, result = judge_case(case, tmp_path, tmp_path / "oracles")
+    assert "2 times too small (2 = ranks of the axis 'shard')" in result.reason, result.reason
