@@ -57,21 +57,18 @@ def another(evidence: Evidence, names: Collection[str]) -> Case | None:
     case = evidence.case
     if case.changes_members or case.fault is not None:
         return None
-    found, most = None, 0
+    made, workload = [], case.workload
     for mesh in _meshes(evidence):
-        made = replace(case, mesh=mesh, checkpoint=None, expect={}, steps=min(case.steps, 2))
+        other = replace(case, mesh=mesh, checkpoint=None, expect={}, steps=min(case.steps, 2))
         sizes = {f"ranks of the axis {axis!r}": size for axis, size in mesh.items()}
-        told = {**known(evidence), **sizes, "ranks": made.world}
-        for count in range(2, _MOST + 1):
-            told |= {"micro-batches": count, "ranks x micro-batches": made.world * count}
-            samples = made.data_coordinates * case.workload.windows * count
-            if count == case.workload.micro_batches or told["micro-batches"] in sizes.values():
-                continue
-            batch = max(case.workload.global_batch, samples)
-            workload = replace(case.workload, micro_batches=count, global_batch=batch)
-            if (apart := len({told[name] for name in names if name in told})) > most:
-                found, most = replace(made, workload=workload), apart
-    return found
+        for count in {*range(2, _MOST + 1)} - {workload.micro_batches, *sizes.values()}:
+            told = {**known(evidence), **sizes, "ranks": other.world, "micro-batches": count}
+            told["ranks x micro-batches"] = other.world * count
+            samples = max(workload.global_batch, other.data_coordinates * workload.windows * count)
+            cut = replace(workload, micro_batches=count, global_batch=samples)
+            apart = {told[name] for name in names if name in told}
+            made.append((len(apart), replace(other, workload=cut)))
+    return max(made, key=lambda one: one[0], default=(0, None))[1]
 
 
 def _meshes(evidence: Evidence) -> Iterator[Mapping[str, int]]:

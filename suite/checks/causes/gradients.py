@@ -267,9 +267,7 @@ class _Sums:
 
     def by_element(self) -> str:
         """Which shares are in the wrong elements, where each holds some whole and lacks others."""
-        if self.lowest != "float64":
-            return ""
-        each = [*enumerate(self.parts)]
+        each = [*enumerate(self.parts)] if self.lowest == "float64" else []
         whole = {f"data coordinate {at}": left_fold(share) for at, share in each if share}
         parts = {
             f"micro-batch {number} of data coordinate {at}": micro
@@ -280,40 +278,30 @@ class _Sums:
 
     def _selected(self, shares: Mapping[str, Tensors]) -> str:
         #     held[e] = s0 c0[e] + s1 c1[e] + s2 c2[e]      s is 0 or 1, the same for many elements
-        elements = sum(self.truth[name].numel() for name in self.wrong)
-        if len(shares) < 2 or elements << len(shares) > _LARGEST_FIT:
+        sizes = [self.truth[name].numel() for name in self.wrong]
+        if len(shares) < 2 or sum(sizes) << len(shares) > _LARGEST_FIT:
             return ""
         got, want, *columns = (
             fits.flat(tensors, self.truth, self.wrong)
             for tensors in (self.held, self.truth, *shares.values())
         )
-        matrix = torch.stack(columns)
+        matrix, found = torch.stack(columns), list[str]()
         within = _ELEMENT * matrix.abs().sum(0)
         left = off = (got - want).abs() > within
-        choices = [*product((1.0, 0.0), repeat=len(shares))]
-        found: list[str] = []
         # Of few choices only: with enough of them, something fits every element.
         while bool(left.any()) and len(found) < fits.SHOWN:
+            choices = product((1.0, 0.0), repeat=len(shares))
             sums = ((matrix.T @ matrix.new_tensor(choice), choice) for choice in choices)
             fitting = ((left & ((got - own).abs() <= within), choice) for own, choice in sums)
             at, choice = max(fitting, key=lambda pair: int(pair[0].sum()))
             if not bool(at.any()):
                 return ""
             left = left & ~at
-            found.append(self._in_elements(at, dict(zip(shares, choice, strict=True)), off))
+            own = zip(self.wrong, at.split(sizes), strict=True)
+            names = some([name for name, there in own if bool(there.any())])
+            where = f"in {int(at.sum())} of {int(off.sum())} wrong elements, of {names}"
+            found.append(f"{where}, {_shares_in(dict(zip(shares, choice, strict=True)))}")
         return "" if bool(left.any()) else "; ".join(found)
-
-    def _in_elements(self, at: Tensor, choice: Mapping[str, float], off: Tensor) -> str:
-        sizes = [self.truth[name].numel() for name in self.wrong]
-        own = zip(self.wrong, at.split(sizes), strict=True)
-        names = [name for name, there in own if bool(there.any())]
-        present, absent = (
-            [n for n, c in choice.items() if bool(c) is one] for one in (True, False)
-        )
-        what = f"{' and '.join(absent)} is missing" if present else "all is zero"
-        if 0 < len(present) <= len(absent):
-            what = f"only {' and '.join(present)} is in them"
-        return f"in {int(at.sum())} of {int(off.sum())} wrong elements, of {some(names)}, {what}"
 
     def moved(self) -> str:
         """Whether elements are in another order."""
@@ -382,6 +370,13 @@ class _Sums:
         """Parameters that several modules have."""
         facts = self.evidence.model_facts
         return {t.name for t in facts.parameters if len(t.owners) > 1} if facts else set()
+
+
+def _shares_in(choice: Mapping[str, float]) -> str:
+    present, absent = [n for n in choice if choice[n]], [n for n in choice if not choice[n]]
+    if 0 < len(present) <= len(absent):
+        return f"only {' and '.join(present)} is in them"
+    return f"{' and '.join(absent)} is missing" if present else "all is zero"
 
 
 def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:

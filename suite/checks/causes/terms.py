@@ -53,16 +53,15 @@ def of_term_gradients(evidence: Evidence, step: int, held: fits.Tensors) -> str:
     own = [_pulled(evidence, step, term, term.scope) for term in terms]
     got, want, *right = (fits.flat(tensors, truth, names) for tensors in (held, truth, *own))
     for term, pull in zip(terms, right, strict=True):
-        for scope in _OVER:
+        # The own scope first: where two are the same part of the batch, it tells no scope.
+        for scope in sorted(_OVER, key=lambda one: one != term.scope):
             other = fits.flat(_pulled(evidence, step, term, scope), truth, names)
             #     held = truth - what the term adds + times x what it adds over ``scope``
             gap, size = got - want + pull, float(other @ other)
             times = float(gap @ other) / size if size else 0.0
-            left = float((gap - times * other).norm())
-            if left > min(fits.limit_of(evidence), 1.0) * float(pull.norm()):
-                continue
-            if sentence := _otherwise(term, scope, times, fits.known(evidence, step)):
-                return f"in the gradients, the loss term {term.name!r} {sentence}"
+            if float((gap - times * other).norm()) <= fits.limit_of(evidence) * float(pull.norm()):
+                sentence = _otherwise(term, scope, times, fits.known(evidence, step))
+                return f"in the gradients, the loss term {term.name!r} {sentence}" * bool(sentence)
     return ""
 
 
