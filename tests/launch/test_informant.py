@@ -52,16 +52,20 @@ def test_what_an_informant_started_counts_as_its_work(tmp_path: Path) -> None:
 
 
 def test_what_an_informant_started_has_no_more_cpu_than_it_has_itself(tmp_path: Path) -> None:
-    with Informant(tmp_path, 1.0) as informant:
-        with pytest.raises(NoAnswer, match="no answer within 1 s of CPU"):
-            informant.do(waits_for, "while True: pass")
+    with (
+        Informant(tmp_path, 1.0) as informant,
+        pytest.raises(NoAnswer, match="no answer within 1 s of CPU"),
+    ):
+        informant.do(waits_for, "while True: pass")
 
 
 def test_a_stopped_informant_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_control, "STOPPED_LOOKS", 2)
-    with Informant(tmp_path, 1000.0) as informant:
-        with pytest.raises(NoAnswer, match="was ended, for a signal had stopped it"):
-            informant.do(stops)
+    with (
+        Informant(tmp_path, 1000.0) as informant,
+        pytest.raises(NoAnswer, match="was ended, for a signal had stopped it"),
+    ):
+        informant.do(stops)
 
 
 def test_a_stopped_trainer_of_oracles_is_ended(
