@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -41,8 +41,7 @@ class Tracked:
     shape: tuple[int, ...]
     replicas: tuple[int, ...]
     group: int
-    #: Whether the replica set is only what such scripts usually mean: nothing says so.  With
-    #: ``broadcast_buffers=False`` DDP documents buffers of each rank's own.
+    #: Whether the replica set is only what such scripts usually mean: nothing says so.
     assumed: bool = False
 
     @property
@@ -105,8 +104,7 @@ def find(
     outer = [module for module in modules if id(module) not in inner]
     roots = sorted((r for r in outer if place(r) < len(places)), key=place)
     names = _names(roots)
-    reasons, replicas, own = _of_wrappers(modules)
-    own = own if named is None else set()
+    reasons, replicas = _of_wrappers(modules)
     found = Found()
     users = next((tuple(sorted(ranks)) for ranks in named or () if rank in ranks), None)
     for number, group in enumerate(optimizer.param_groups):
@@ -132,21 +130,14 @@ def find(
                 seen.add(id(parameter))
                 found.outside[_short(name)] = weakref.ref(parameter)
         found.buffers += [weakref.ref(buffer) for buffer in root.buffers()]
-        found.tables += _tables(root, replicas, own)
+        found.tables += _tables(root, replicas)
     return found
 
 
-def _tables(
-    root: nn.Module, replicas: Mapping[int, tuple[int, ...]], own: Collection[int]
-) -> list[Tracked]:
+def _tables(root: nn.Module, replicas: Mapping[int, tuple[int, ...]]) -> list[Tracked]:
     """Buffers of numbers; integers are often each rank's own: counters, states of generators."""
-
-    def tracked(name: str, buffer: Tensor) -> Tracked:
-        place = weakref.ref(buffer), tuple(buffer.shape), replicas[id(buffer)], 0
-        return Tracked(_short(name), *place, assumed=id(buffer) in own)
-
     return [
-        tracked(name, buffer)
+        Tracked(_short(name), weakref.ref(buffer), tuple(buffer.shape), replicas[id(buffer)], 0)
         for name, buffer in root.named_buffers()
         if len(replicas.get(id(buffer), ())) > 1
         and (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype is torch.bool)
@@ -228,13 +219,10 @@ def _short(name: str) -> str:
 
 def _of_wrappers(
     modules: Sequence[nn.Module],
-) -> tuple[dict[int, str], dict[int, tuple[int, ...]], set[int]]:
-    """Below known wrappers: identity -> why it is not compared, identity -> replica set, and the
-    buffers that the script keeps DDP from making equal.
-    """
+) -> tuple[dict[int, str], dict[int, tuple[int, ...]]]:
+    """Identity -> why it is not compared, and identity -> replica set, below known wrappers."""
     reasons: dict[int, str] = {}
     replicas: dict[int, tuple[int, ...]] = {}
-    own: set[int] = set()
     for module in modules:
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if "FullyShardedDataParallel" in kinds:
@@ -251,9 +239,7 @@ def _of_wrappers(
                     reasons[id(tensor)] = "DDP was told to ignore it"
                 else:
                     replicas[id(tensor)] = ranks
-            if not getattr(module, "broadcast_buffers", True):
-                own |= {id(buffer) for buffer in module.buffers()}
-    return reasons, replicas, own
+    return reasons, replicas
 
 
 def _ranks(group: Any) -> tuple[int, ...] | None:

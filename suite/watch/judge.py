@@ -453,15 +453,9 @@ def _standstill(
 
 
 def _assumed(finding: Finding, records: Mapping[int, RankRecord]) -> Finding:
-    """A difference of replicas that only habit calls so, where ranks seem to hold parts, or where
-    the script says that buffers are each rank's own.
-    """
-    if not (finding.broken and finding.assumed):
-        return finding
-    why = _seems_cut(records) if finding.kind in _OF_REPLICAS else ""
-    if finding.kind == "buffers":
-        why = "DDP was told not to broadcast them, so each rank may have its own"
-    if not why:
+    """A difference of replicas that only habit calls so, where ranks seem to hold parts."""
+    doubtful = finding.broken and finding.assumed and finding.kind in _OF_REPLICAS
+    if not doubtful or not (why := _seems_cut(records)):
         return finding
     remedy = "say by --replicas which ranks hold the same (`--replicas all`: all do)"
     return replace(finding, broken=False, sentence=f"{finding.sentence}; but {why}: {remedy}")

@@ -277,8 +277,6 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
 
 #: Those that are ended after 4 s: what is told of a hang does not rest on the default.
 SOON = ("one_rank_waits_for_ever", "ranks_wait_in_backward")
-#: Those where only the user can say that ranks hold the same.
-SAID = ("one_rank_has_another_table",)
 #: What docs/watch.md says that it finds, and the faults here that are such.
 PLANTED = {
     "initial parameters differ": {"another_seed_and_no_broadcast"},
@@ -317,8 +315,8 @@ def test_a_fault_is_planted_of_each_kind_that_the_page_lists() -> None:
 def test_a_planted_fault_is_named(command: Any, tmp_path: Path, name: str) -> None:
     changes, base, kind, sentence = FAULTS[name]
     script = watched_script.write(tmp_path, *changes, text=base)
-    more = ["--standstill", "4"] * (name in SOON) + ["--replicas", "all"] * (name in SAID)
-    code, told, report = watch(command, script, "--every", "1", *more)
+    limit = ["--standstill", "4"] * (name in SOON)
+    code, told, report = watch(command, script, "--every", "1", *limit)
     assert code == 1, told
     first = report["findings"][0]
     assert first["kind"] == kind and first["broken"], told
