@@ -473,4 +473,5 @@ def workload_facts(workload: Workload) -> records.WorkloadFacts:
         unused_possible=workload.unused_possible,
         traits=list(workload.spec.traits),
         widest=workload.found.widest,
+        beside_loss=workload.found.beside_loss,
     )

@@ -94,7 +94,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     """Compare everything observed with the oracle, up to the first moment with a failure."""
     if _precondition(evidence):
         return []
-    rows: Rows = []
+    rows: Rows = _beside_loss(evidence)
     try:
         # After ``setup`` every replica holds the initial parameters, bit for bit.
         state, initial = evidence.initial("parameters"), evidence.truth.initial
@@ -111,6 +111,20 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     except Differs as failure:
         rows.append(ComparisonRow(problem=str(failure)))
     return rows
+
+
+def _beside_loss(evidence: Evidence) -> Rows:
+    """Of a user's own model, which both runs share: whether its gradient is one of its loss."""
+    case, name = evidence.case, evidence.workload.beside_loss
+    if not name or sum(case.workload.micro_batch_counts(case.data_coordinates)) < 2:
+        return []
+    what = f"the model's gradient depends on how the batch is cut, and its loss does not: {name!r}"
+    text = (
+        f"{what} has another gradient of the whole first batch than the sum of two halves. A term "
+        "joins it in the model's own forward, once a micro-batch, and no loss contains it: declare "
+        "it as a LossTerm (docs/contract.md, Loss terms)"
+    )
+    return [ComparisonRow(problem=text)]
 
 
 def _initial_buffers(evidence: Evidence, rows: Rows) -> None:

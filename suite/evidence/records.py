@@ -299,7 +299,8 @@ class WorkloadFacts(Stored):
     """What checks need to know of the workload.
 
     ``zero_gradient``: regions of parameters whose true gradient is 0, one ``(start, stop)`` per
-    dimension.  ``widest``: the widest dtype that the model computes in.
+    dimension.  ``widest``: the widest dtype that the model computes in.  ``beside_loss``: a
+    parameter whose gradient holds more than that of the loss.
     """
 
     zero_gradient: Mapping[str, list[tuple[tuple[int, int], ...]]]
@@ -308,6 +309,7 @@ class WorkloadFacts(Stored):
     unused_possible: bool
     traits: Sequence[str]
     widest: str = "float64"
+    beside_loss: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,8 @@ class Samples:
 class Found:
     """What a model shows when it runs: slices of parameters whose true gradient is 0, trained
     parameters that no forward uses, traits that it has by itself, how often one forward of a
-    module calls a child where that is not once, and the widest dtype that it computes in.
+    module calls a child where that is not once, the widest dtype that it computes in, and a
+    parameter whose gradient holds more than that of the loss (empty: none does).
     """
 
     zero_gradient: Mapping[str, list[Region]] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Found:
     traits: tuple[str, ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
     widest: str = "float64"
+    beside_loss: str = ""
 
 
 class WorkloadFamily(ABC):

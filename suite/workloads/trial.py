@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from shardproof.contract import MicroBatch
 from shardproof.workloads.base import DTYPES, Found, Region, Workload
 from shardproof.workloads.draws import generators
 from shardproof.workloads.knobs import WorkloadError
@@ -33,6 +34,8 @@ _ROUND_OFF = 1e-10
 _EPSILONS = 16
 #: What two forwards of the same numbers may differ by.
 _SAME = 1e-9
+#: From here on gradients of parts of a batch add up to another one, in steps of no dtype within.
+_OTHER = 1e-5
 
 
 def run(family: OwnWorkload, workload: Workload) -> Found:
@@ -52,7 +55,8 @@ def run(family: OwnWorkload, workload: Workload) -> Found:
     exact, widest = _widest(family, workload) or (first, workload.dtype)
     zero = _zero_regions(exact.gradients, DTYPES[widest])
     traits = tuple(_traits(module, unused, workload.units, first))
-    return Found(zero, frozenset(unused), traits, _relative(module, first.calls, unused), widest)
+    calls = _relative(module, first.calls, unused)
+    return Found(zero, frozenset(unused), traits, calls, widest, _beside_loss(family, workload))
 
 
 def _widest(family: OwnWorkload, workload: Workload) -> tuple[_Attempt, str] | None:
@@ -79,14 +83,42 @@ class _Attempt:
     rebinds: bool = False
 
 
-def _attempt(family: OwnWorkload, workload: Workload, seed: int) -> _Attempt:
-    """With torch's global generator at ``seed``."""
+def _beside_loss(family: OwnWorkload, workload: Workload) -> str:
+    """The gradient that two halves of the batch do not add up to though their losses do: something
+    joins it that no loss contains, once a forward.  Empty: there is none, or losses depend on the
+    cut as well, as those of batch norms and declared terms do.
+    """
+    exact, half = Workload(family, workload.spec, "float64"), workload.spec.global_batch // 2
+    if not half or workload.depends_on_cut:
+        return ""
+    try:
+        parts = (slice(None), slice(half), slice(half, None))
+        whole, *halves = (_attempt(family, exact, 1, part) for part in parts)
+    except WorkloadError:  # no kernels in float64, or none for such a batch
+        return ""
+    if abs(whole.loss - sum(one.loss for one in halves)) > _SAME * abs(whole.loss):
+        return ""
+    given = {name: g for name, g in whole.gradients.items() if g is not None}
+    largest = max(float(g.norm()) for g in given.values())
+    for name, gradient in given.items():
+        added = sum(own for one in halves if (own := one.gradients[name]) is not None)
+        if float((gradient - added).norm()) > _OTHER * largest:
+            return name
+    return ""
+
+
+def _attempt(
+    family: OwnWorkload, workload: Workload, seed: int, part: slice = slice(None)
+) -> _Attempt:
+    """Of ``part`` of the first batch, with torch's global generator at ``seed``."""
     module = workload.build_for(0)()
     workload.load(module)
     module.train()
     attempt = _Attempt(module)
     before = {name: id(buffer) for name, buffer in module.named_buffers()}
-    micro = workload.whole_batch(0)
+    batch = workload.whole_batch(0)
+    parts = (batch.inputs, batch.targets, batch.weights, batch.sample_ids)
+    micro = MicroBatch(*(own[part] for own in parts))
     inputs = tuple(micro.inputs.shape)
     with torch.random.fork_rng(devices=[]), _counted(module, attempt.calls):
         torch.manual_seed(seed)

@@ -349,7 +349,13 @@ class Routed(nn.Module):
         return outputs
 
 
+def beside_others(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss of each sample beside the others of its micro-batch, as contrastive ones are."""
+    return F.cross_entropy(outputs - outputs.mean(0), targets, reduction="none")
+
+
 routed = OwnWorkload(Routed, each, points, units=("head",))
+in_batch = OwnWorkload(Rootless, beside_others, points)
 
 
 class DealtOut(torch.optim.Optimizer):
