@@ -202,7 +202,7 @@ class Case(Stored):
     #: Set in the second run of a relation only: which share of the batch (as an index) each
     #: data coordinate gets (empty: its own), what every loss weight is multiplied by, the step
     #: before which a fresh instance takes over with the old one's pieces, and whether an evaluation
-    #: of a frozen model comes before all steps.
+    #: of a frozen model comes before each step.
     shares: tuple[int, ...] = ()
     loss_scale: float = 1.0
     reload_at: int | None = None
@@ -222,6 +222,9 @@ class Case(Stored):
     is_borrowed: bool = False
     #: The cell is another backend's: what this one cannot do of it was not asked of it by name.
     is_moved: bool = False
+    #: A trait that nobody asked for by name: a class that raises where it meets it, and not in a
+    #: call of a group, has not got it.
+    unasked: str = ""
     #: ``file:line`` of the implementation's entry in the scenario; ``file:``: its cell has another
     #: there; empty: no file gave it.
     source: str = field(default="", compare=False)

@@ -55,8 +55,12 @@ def usual(groups: list[dict[str, Any]], settings: OptimizerSpec) -> torch.optim.
 
 @dataclass(frozen=True)
 class Options(DDPOptions):
-    """DDP's, and the path of what makes the optimizer."""
+    """DDP's, and the path of what makes the optimizer.
 
+    DDP finds unused parameters unless told otherwise: an optimizer has to leave them alone.
+    """
+
+    find_unused_parameters: bool = True
     optimizer: str = "shardproof.impls.pytorch.ddp_optimizer:usual"
 
     def maker(self) -> Callable[..., Any]:

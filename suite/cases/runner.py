@@ -183,12 +183,12 @@ class Session:
         """``cases`` with the traits of a user's own models; see ``registry.preflight``."""
         return preflight.with_found_traits(cases, self._pool)
 
-    def places(self, implementation: str, options: Options) -> tuple[list[str], list[str]]:
-        """Mesh axes and backends that it declares under ``options``; none if it cannot be asked."""
+    def places(self, implementation: str, options: Options) -> declaration.Places:
+        """Where it runs by what it declares under ``options``; nowhere if it cannot be asked."""
         items = [("places", (implementation, options), JUDGING_SECONDS)]
         with closing(self._pool.run(declaration.places, items)) as (end,):
-            axes, backends = end.value or ((), ())
-        return list(axes), list(backends)
+            found: declaration.Places = end.value or ((), (), False, False)
+        return found
 
 
 def _leaders_of(task: CaseTask) -> str | None:

@@ -115,7 +115,12 @@ def _decided(account: Account) -> CaseResult:
     if cause and is_refusal and is_about_input(case, cause.message):
         return _apply_xfail(case, "refused", cause.message)
     if cause is not None:
-        return _apply_xfail(case, *_broken(cause, rank_outcomes))
+        verdict, reason = _broken(cause, rank_outcomes)
+        raises = cause.status == "raised" and not (cause.is_comm_error or cause.autopsy)
+        if case.unasked and raises:
+            remedy = f"handle trait {case.unasked}, or name it in Capabilities.declines"
+            return _result(case, "skip", f"{reason}: {remedy}")
+        return _apply_xfail(case, verdict, reason)
     if account.no_oracle_because:
         return _apply_xfail(case, "precondition", account.no_oracle_because)
     outcomes = _judged(account, case.checks)

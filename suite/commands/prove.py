@@ -22,6 +22,7 @@ from shardproof.checks.results import OF_THIS_RUN, CaseResult
 from shardproof.contract import GroupSpec, OptimizerSpec, Options, ScalerSpec
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError
 from shardproof.registry import adapters
+from shardproof.workloads.knobs import LIKE_TRAITS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 #: Trained in every lane that it has a form for; in others, the first workload that has one.
 DEFAULT_WORKLOAD = "charnames_gpt"
+#: Knobs of it under which a rank's whole share has no gradient in the first step, and the trait
+#: that they ask for.
+IDLE_SHARES = {"first_step": "head"}
+IDLE_TRAIT = LIKE_TRAITS["first_step", "head"]
 #: Added to an optimizer that is given by its name, so that a system which ignores either fails.
 BY_NAME = {"weight_decay": 0.1, "warmup_steps": 2}
 COLUMNS = (
@@ -104,7 +109,10 @@ def prove(
     ``workload`` is the model with its data, one of the suite's or an ``OwnWorkload``
     (``shardproof list traits`` names the conditions that make it harder); unless given
     ``charnames_gpt``, in the lane ``dyadic`` ``dyadic_mlp``, the only one with a form for it, by
-    steps of plain SGD that a power of two scales.  An optimizer by its name decays weights by 0.1
+    steps of plain SGD that a power of two scales.  Of an ``optimizer`` of your own, and of a class
+    that shards a state and declines no late use of parameters, the largest of several worlds has a
+    step more on the default workload, the first, in which the head alone has a gradient, so that
+    a rank's whole share has none.  An optimizer by its name decays weights by 0.1
     and warms up for 2 steps; an ``OptimizerSpec`` is taken as it is.  Defaults leave out parameter
     groups (the trait ``two_groups``), clipping, loss scaling, buffers, uneven batches, other
     traits, backends and dtypes, and steps after the third.
@@ -153,7 +161,7 @@ def prove(
         lanes = ("bitwise",) if lanes == ("fp64",) else lanes
         checks = (kind.only_check,) if checks == GENERAL else checks
     things = {"hook": hook, "state": state, "schedule": schedule, "tensor_plan": tensor_plan}
-    things["sampler"] = sampler
+    things |= {"sampler": sampler, "optimizer": None}
     data = _trained_by(optimizer, settings, implementation, things)
     name, options = adapters.subject(implementation, things, options or {})
     registry.check(name)
@@ -162,6 +170,10 @@ def prove(
     checks += ("checkpoint",) * (bool(plans) and "checkpoint" not in checks)
     checks += ("relations",) * (relation is not None and "relations" not in checks)
     given = (spec, traits, data, built, lowered, options, checks, plans, relation)
+    # Of these some leave a rank early where nothing of its own has a gradient.
+    chooses = spec is None and not traits
+    own_optimizer = things["optimizer"] is not None
+    deals = False
     call = ProveCall(*given, depth, steps, deadline)
     matrix = call.matrix(name, clip)
     if workload == kinds.SAMPLES.name:
@@ -186,11 +198,14 @@ def prove(
         session.check(name, options)
         asks_axis = axis is None and not meshes
         if asks_axis or backends is None:
-            axes, usable = session.places(name, options)
+            axes, usable, takes, owns = session.places(name, options)
+            owns = owns and registry.is_foreign(name)
+            deals = takes and chooses and (own_optimizer or owns)
             along = _only_axis(name, axes) if asks_axis else along
             if backends is None and usable and USUAL not in usable:
                 on = [USUAL_PROCESSES if USUAL_PROCESSES in usable else usable[0]]
             cases = expanded(along, on)
+        cases = _with_idle_shares(cases, not own_optimizer) if deals else cases
         cases = session.with_found_traits([replace(case, depth=depth) for case in cases])
         judged = _judged(session, cases, results)
     return _frame(judged, cases, call)
@@ -277,6 +292,9 @@ class ProveCall:
             return {key: value for key, value in asdict(optimizer).items() if key != "clip_norm"}
         return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else BY_NAME)}
 
+    def _is_idle(self, case: Case) -> bool:
+        return self.workload is None and dict(case.workload.params) == IDLE_SHARES
+
     def rerun(self, case: Case) -> str:
         """A command that judges ``case`` alone."""
         from shardproof.cases import kinds
@@ -288,6 +306,7 @@ class ProveCall:
             "lanes": (case.lane,),
             "clip": (case.optimizer.clip_norm,),
             **vars(self),
+            **({"workload": case.workload, "steps": case.steps} if self._is_idle(case) else {}),
             **({} if kinds.of(case.workload).trains else {"workload": case.workload}),
         }
         work = arguments["workload"]
@@ -401,6 +420,24 @@ def _spec(workload: str | WorkloadSpec | OwnWorkload, traits: Sequence[str]) -> 
     if not isinstance(workload, WorkloadSpec):
         workload = WorkloadSpec(adapters.path_of(workload, "workload"))
     return replace(workload, traits=tuple(dict.fromkeys((*workload.traits, *traits))))
+
+
+def _with_idle_shares(cases: Sequence[Case], may_raise: bool) -> list[Case]:
+    """``cases``, of which those in the largest of several worlds begin with a step more, in which
+    whole shares have no gradient.  An optimizer has to leave what has none alone; a class need not
+    have thought of it.
+    """
+    unasked = IDLE_TRAIT if may_raise else ""
+    worlds = {case.world for case in cases}
+    changed = []
+    for case in cases:
+        work = case.workload
+        if len(worlds) > 1 and case.world == max(worlds) and work.name == DEFAULT_WORKLOAD:
+            name = case.id.replace("::", "[idle-shares]::", 1)
+            work = replace(work, params=IDLE_SHARES)
+            case = replace(case, id=name, workload=work, steps=case.steps + 1, unasked=unasked)
+        changed.append(case)
+    return changed
 
 
 def _frame(results: Sequence[CaseResult], cases: Sequence[Case], call: ProveCall) -> pd.DataFrame:

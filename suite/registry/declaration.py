@@ -10,7 +10,7 @@ import dataclasses
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, get_args
@@ -296,8 +296,15 @@ def ask(implementation: str, options: Options, backend: str, dtype: str, world: 
     return Answer(declaration, missing=declaration.excludes(backend, dtype, world, (), missing))
 
 
-def places(system: tuple[str, Options]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Task of a leader: the mesh axes that a system declares, and the backends it runs on."""
+#: The mesh axes that a system declares, the backends it runs on, whether parameters may have no
+#: gradient in a step, and whether it is held to a family whose ranks own shares of a state.
+Places = tuple[Sequence[str], Sequence[str], bool, bool]
+
+
+def places(system: tuple[str, Options]) -> Places:
+    """Task of a leader, for a name and options."""
     name, options = system
     declared = Declaration.of(registry.load(name), options)
-    return declared.axes, declared.usable()
+    shares = axes.cutting("state") in declared.axes and declared.depth == "family"
+    takes = declared.declines.keys().isdisjoint(LIKE_TRAITS.values())
+    return declared.axes, declared.usable(), takes, shares

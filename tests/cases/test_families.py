@@ -249,6 +249,24 @@ def test_a_wrong_loss_does_not_hide_what_is_wrong_with_gradients(
     assert ("of the gradients" in reason) is bool(says) and says in reason, reason
 
 
+@pytest.mark.parametrize(
+    ("name", "verdicts", "says"),
+    [
+        ("GreedyZero1", {"pass"}, ""),
+        ("FlatZero1", {"skip"}, "or name it in Capabilities.declines"),
+        ("LeavesEarly", {"hang", "crash"}, "broadcast"),
+    ],
+)
+def test_a_class_that_shards_a_state_meets_idle_shares(
+    monkeypatch: pytest.MonkeyPatch, name: str, verdicts: set[str], says: str
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    rows = prove(f"adopted:{name}", worlds=(2, 3), optimizer="adamw").to_dict("records")
+    assert rows[0]["verdict"] == "pass" and "idle-shares" in rows[1]["case"], rows[0]["reason"]
+    assert rows[1]["verdict"] in verdicts and says in rows[1]["reason"], rows[1]["reason"]
+
+
 def test_copies_that_are_not_numbered_have_not_lost_their_names() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))

@@ -237,6 +237,14 @@ class GreedyZero1(OwnDDP):
             self.comm.broadcast(self.named[name].detach(), owner)
 
 
+class LeavesEarly(GreedyZero1):
+    """A rank none of whose own parameters has a gradient comes to no broadcast."""
+
+    def publish(self) -> None:
+        if any(parameter.grad is not None for parameter in self.own.values()):
+            super().publish()
+
+
 class FlatCosts(CostModel):
     """One flat tensor, and a copy of its own shard that the optimizer updates."""
 
