@@ -12,9 +12,9 @@
     clip       ``torch.nn.utils.clip_grad_norm_`` on DTensors
     update     torch's optimizer on DTensors: local chunks only
 
-A divide factor of 1 and sum reductions make gradients plain sums.  ``reshard_after_forward`` is
-torch's: null = true for units and false for the root; an int = parameters stay sharded over so many
-ranks between forward and backward.
+Sum reductions, and a divide factor by which the loss is multiplied, make gradients plain sums.
+``reshard_after_forward`` is torch's: null = true for units and false for the root; an int =
+parameters stay sharded over so many ranks between forward and backward.
 
 Cost: ``fsdp2.payload_bytes``.  Every parameter is padded on dim 0 to a multiple of the ranks.
 Numbers: the sum over ranks, in the backend's order.
@@ -64,7 +64,8 @@ VARYING = (
 
 @dataclass(frozen=True)
 class Options(Training, Saved):
-    """As the reference's; ``reduce_scatter_unused_params`` is torch's own.
+    """As the reference's; ``reduce_scatter_unused_params`` and ``gradient_divide_factor`` are
+    torch's own.  The loss is multiplied by that factor, so that gradients stay plain sums.
 
     ``prefetch_forward``: units gathered ahead explicitly (torch's default is none, and to let
     streams overlap).  ``compile``: the backend of ``torch.compile`` for every unit but the root.
@@ -76,6 +77,7 @@ class Options(Training, Saved):
     prefetch_backward: int = 1
     accumulate_without_communication: bool = False
     reduce_scatter_unused_params: bool = False
+    gradient_divide_factor: float = 1.0
     compile: Literal["none", "aot_eager"] = "none"
 
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ class PyTorchFSDP2(Adapter):
         self.options = parse_options(Options, options)
         if "shard" not in mesh.axes:
             raise Refused(f"fully_shard needs the axis 'shard'; this mesh has {list(mesh.axes)}")
-        self.ranks = mesh.size("shard")
+        self.ranks, self.loss_factor = mesh.size("shard"), self.options.gradient_divide_factor
         k = self.options.reshard_after_forward
         if k is not None and not isinstance(k, bool) and (k < 1 or self.ranks % k):
             divisors = [str(n) for n in range(1, self.ranks + 1) if self.ranks % n == 0]
@@ -167,7 +169,7 @@ class PyTorchFSDP2(Adapter):
         blocks = tuple(f"{name}." for name in self.build.units)
         self.prefetch([module.get_submodule(n) for n in units if f"{n}.".startswith(blocks)])
         for part in self.sharded:
-            part.set_gradient_divide_factor(1.0)
+            part.set_gradient_divide_factor(self.loss_factor)
             part.set_force_sum_reduction_for_comms(True)
         if self.options.reduce_scatter_unused_params:
             getattr(self.sharded[-1], UNUSED)(True)

@@ -41,6 +41,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 from torch.nn import functional as F
 
@@ -75,11 +76,13 @@ UNEQUAL = "SequenceParallel takes every rank's positions for equally many"
 @dataclass(frozen=True)
 class Options(Saved):
     """``sequence_parallel``: norms and sums share the positions.  ``loss_parallel``: the loss is
-    taken of logits that stay cut on the vocabulary.
+    taken of logits that stay cut on the vocabulary; with ``own_loss`` it is the workload's own,
+    called with these logits, as a script does whose loss has a further term.
     """
 
     sequence_parallel: bool = False
     loss_parallel: bool = False
+    own_loss: bool = False
 
 
 class PyTorchTensorParallel(Adapter):
@@ -110,7 +113,7 @@ class PyTorchTensorParallel(Adapter):
 
     def shard(self, module: nn.Module) -> nn.Module:
         """Every module under torch's style for it."""
-        if self.options.loss_parallel:
+        if self.options.loss_parallel and not self.options.own_loss:
             check_loss(self.build)
         styles = self.styles(module)
         self.orders = apply_styles(module, styles, self.mesh.device_mesh["tensor"])
@@ -149,12 +152,21 @@ class PyTorchTensorParallel(Adapter):
         outputs = self.module(micro.inputs)
         if not self.options.loss_parallel:
             return self.build.loss(outputs, micro)
+        if self.options.own_loss:
+            with LOSS_PARALLEL(), implicit_replication():  # targets and weights are whole
+                loss: Any = self.build.loss(outputs, micro)
+                return loss.full_tensor() if isinstance(loss, DTensor) else loss
         with LOSS_PARALLEL():
             return parallel_loss(outputs, micro, self.build)
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
         """torch's rule: backward runs inside ``loss_parallel`` as well."""
         return LOSS_PARALLEL() if self.options.loss_parallel else nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Products with weights have such gradients as well."""
+        with implicit_replication() if self.options.own_loss else nullcontext():
+            super().backward(loss)
 
     def finish(self) -> None:
         """Gradients as their parameters are laid out."""

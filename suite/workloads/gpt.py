@@ -8,8 +8,10 @@ and each norm in it, gives lies in memory feature by feature, not position by po
 ``passes: nested`` blocks take and return their hidden state inside of a dictionary and a tuple.
 Attention is written out, so that it is the same function in every dtype and on every device;
 ``kv_heads`` below ``heads`` makes it grouped-query attention (arXiv 2305.13245).
-``label_smoothing`` is part of the loss.  With ``first_step: head`` the head learns alone in step 0:
-every other parameter is without a gradient, so that whole shares of ranks are.
+``label_smoothing`` is part of the loss, and so is ``confidence_penalty`` times the negative entropy
+of the predictions (arXiv 1701.06548), a second function of the logits.  With ``first_step: head``
+the head learns alone in step 0: every other parameter is without a gradient, so that whole shares
+of ranks are.
 
 A sample is the tail of a name from a random word on: ``start, L, E, T, T, E, R, ...``.  The start
 token is ``1 + flags`` (flags: see ``workloads.traits``), the end token 0.  Names shorter than
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardproof.contract import Role
+from shardproof.contract import CrossEntropy, MicroBatch, Role
 from shardproof.workloads import data
 from shardproof.workloads.base import Picks, Region, Samples, WorkloadFamily
 from shardproof.workloads.knobs import Knob, Params, WorkloadError
@@ -120,6 +122,11 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(hidden)))
 
 
+def _in_columns(hidden: Tensor) -> Tensor:
+    """The same values, feature by feature in memory."""
+    return hidden.mT.contiguous().mT
+
+
 class Block(nn.Module):
     """What mixes positions (``mixer``, under the name ``kind``) and an MLP, each on the normed
     hidden state and added to it.
@@ -130,7 +137,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         width, norm = params["width"], NORMS[params["norm"]]
-        self._kind, self._in_columns = kind, params["layout"] == "columns"
+        self._kind, self._layout = kind, params["layout"]
         self._is_nested = params["passes"] == "nested"
         self.norm1 = norm(width, **place)
         self.add_module(kind, mixer)
@@ -147,8 +154,11 @@ class Block(nn.Module):
         return nested(hidden) if self._is_nested else hidden
 
     def laid(self, hidden: Tensor) -> Tensor:
-        """``hidden`` in the layout that was asked for."""
-        return hidden.mT.contiguous().mT if self._in_columns else hidden
+        """``hidden`` in the layout that was asked for; under ``both`` its gradient, too."""
+        if self._layout == "both" and hidden.requires_grad:
+            hidden = hidden.view_as(hidden)
+            hidden.register_hook(_in_columns)
+        return hidden if self._layout == "rows" else _in_columns(hidden)
 
 
 class CharnamesGPT(WorkloadFamily):
@@ -166,8 +176,9 @@ class CharnamesGPT(WorkloadFamily):
         "seq": Knob(16, 2),
         "tied": Knob(False, choices=(False, True)),
         "label_smoothing": Knob(0.0, choices=(0.0, 0.1, 0.3)),
+        "confidence_penalty": Knob(0.0, choices=(0.0, 0.1)),
         "norm": Knob("layer", choices=tuple(NORMS)),
-        "layout": Knob("rows", choices=("rows", "columns")),
+        "layout": Knob("rows", choices=("rows", "columns", "both")),
         "passes": Knob("tensor", choices=("tensor", "nested")),
         "first_step": Knob("all", choices=("all", "head")),
     }
@@ -233,6 +244,19 @@ class CharnamesGPT(WorkloadFamily):
         if picks.keys is not None:
             inputs = [[*tokens, key] for tokens, key in zip(inputs, picks.keys, strict=True)]
         return Samples(torch.tensor(inputs), torch.tensor(targets), torch.tensor(valid))
+
+    def cross_entropy(self, params: Params) -> CrossEntropy | None:
+        """None where the loss has another term."""
+        return None if params.get("confidence_penalty") else super().cross_entropy(params)
+
+    def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """The cross-entropy, and the penalty on confidence."""
+        penalty = params.get("confidence_penalty", 0.0)
+        alone = super().loss({**params, "confidence_penalty": 0.0}, outputs, micro)
+        if not penalty:
+            return alone
+        logs = outputs.flatten(0, -2).to(micro.weights.dtype).log_softmax(-1)
+        return alone + penalty * (micro.weights.reshape(-1) * (logs.exp() * logs).sum(-1)).sum()
 
     def flags(self, params: Params, step: int) -> int:
         """That of the first step, where the head learns alone in it."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from shardproof.impls.mutants import declare
 from shardproof.impls.pytorch.ddp import PyTorchDDP
 
@@ -14,3 +19,25 @@ class Uncompensated(PyTorchDDP):
 
     def loss_factor(self) -> int:
         return 1
+
+
+def anew(module: nn.Module) -> None:
+    """Register the head's weight anew, as a script that changes heads does."""
+    head: Any = module.get_submodule("head")
+    head.weight = nn.Parameter(head.weight.detach().clone())
+
+
+@mutant(
+    "pytorch_ddp_head_added_after_wrapping",
+    says="head.weight.*not (reduced|summed)",
+    zoo=("D04",),
+    killed_by=("equivalence", "replicas"),
+    options={"find_unused_parameters": True},
+)
+class HeadAddedAfterWrapping(PyTorchDDP):
+    """The head's weight is a new parameter that DDP does not know: it is reduced by nobody."""
+
+    def wrap(self, module: nn.Module) -> DistributedDataParallel:
+        wrapped = super().wrap(module)
+        anew(module)
+        return wrapped

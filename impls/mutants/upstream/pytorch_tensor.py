@@ -100,6 +100,34 @@ class LossOverLocalVocabulary(PyTorchTensorParallel):
         return (micro.weights * mine * losses.view_as(micro.weights)).sum()
 
 
+class PassesOn(torch.autograd.Function):
+    """A log-softmax whose gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+@mutant(
+    "torch_tensor_second_loss_passes_gradients_on",
+    says="head",
+    killed_by=("equivalence",),
+    workload=gpt(confidence_penalty=0.1),
+)
+class SecondLossPassesGradientsOn(PyTorchTensorParallel):
+    """Of the loss's two terms of the same logits one has the gradient of its log-softmax."""
+
+    def loss(self, micro: MicroBatch) -> Tensor:
+        logits: Tensor = self.module(micro.inputs)
+        right, wrong = logits.log_softmax(-1), PassesOn.apply(logits)
+        sums = [(micro.weights * (one.exp() * one).sum(-1)).sum() for one in (wrong, right)]
+        return self.build.loss(logits, micro) + 0.1 * (sums[0] - sums[1])
+
+
 @mutant(
     "torch_tensor_shards_alike", says="from rank 0's part", zoo=("T13",), killed_by=("equivalence",)
 )
