@@ -121,7 +121,7 @@ class _Rank:
                     self.implementation = self.members.change(step, held, join)
                 if step == self.case.reload_at:
                     self._reload()
-                if self.case.thaws and not step:
+                if self.case.thaws:
                     self._evaluate_frozen()
                 if self._evaluates_before(step) and self._judged_between_steps():
                     record.evaluations += self._evaluation(step)
@@ -187,7 +187,9 @@ class _Rank:
                 raise CannotReload(f"refuses load_pieces: {error}") from error
 
     def _evaluate_frozen(self) -> None:
-        """Evaluate while no parameter requires a gradient, as before they are unfrozen."""
+        """Evaluate while no parameter requires a gradient, as before they are unfrozen, or where a
+        script freezes what it has trained for its evaluations.
+        """
         assert self.implementation is not None
         modules = [module for made in self.built if (module := made()) is not None]
         wanted = [{n: p.requires_grad for n, p in m.named_parameters()} for m in modules]

@@ -9,7 +9,7 @@ its weight decay doubled (AdamW: eps doubled): gradients exactly doubled, parame
 since a factor of 2 is never rounded.  *recompute*: no activation checkpointing, no difference but
 in memory: where memory is measured, every forward keeps fewer bytes of activations than without.
 *reload*: halfway every rank's pieces of parameters, optimizer state and buffers go into a fresh
-instance, set up from other values, which goes on.  *thawed*: before the first step an evaluation is
+instance, set up from other values, which goes on.  *thawed*: before each step an evaluation is
 made while no parameter requires a gradient, which leaves no trace.  *again*: the same case once
 more.  *same_as*: another implementation, other options of this one, the same ranks on other axes,
 or all of these.

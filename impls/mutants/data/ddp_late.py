@@ -75,6 +75,31 @@ class TakesTheFirstBackwardForTheLast(DDP):
 
 
 @mutant(
+    "ddp_keeps_what_was_frozen_once",
+    says="thawed does not hold",
+    killed_by=("relations",),
+    expect={"relation": "thawed"},
+)
+class KeepsWhatWasFrozenOnce(DDP):
+    """After the first step, what an evaluation finds frozen is never reduced again."""
+
+    def __init__(
+        self, module: nn.Module, comm: Comm, options: Options, reducer: Reducer | None = None
+    ) -> None:
+        super().__init__(module, comm, options, reducer)
+        self.frozen: set[int] = set()
+        self.hooks.append(module.register_forward_pre_hook(self.look))
+
+    def look(self, *_: Any) -> None:
+        if self.learned:
+            asked = enumerate(self.parameters)
+            self.frozen |= {index for index, p in asked if not p.requires_grad}
+
+    def contribution(self, index: int) -> Tensor | None:
+        return None if index in self.frozen else super().contribution(index)
+
+
+@mutant(
     "ddp_fourth_rank_left_out",
     says="data coordinate 3 is missing",
     killed_by=("equivalence",),
