@@ -77,7 +77,10 @@ FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     "mesh unlike-axes": ("axes of different sizes above 1", lambda case: len({*_axes(case)}) > 1),
     "model batch-norm": ("running statistics, which every forward changes", _is("digits_cnn")),
     "model no-layer-norm": ("RMSNorm: a constant on the hidden state shows", _has("norm", "rms")),
-    "model strided": ("hidden states that lie feature by feature", _has("layout", "columns")),
+    "model strided": (
+        "hidden states that lie feature by feature",
+        lambda case: case.workload.params.get("layout", "rows") != "rows",
+    ),
     "model nested": ("units that pass tensors inside of containers", _has("passes", "nested")),
     "model recurrent": ("a cell that is called once a position", _is("charnames_rnn")),
     "model gradient-penalty": ("a gradient in the loss, made in forward", _is("digits_penalty")),
