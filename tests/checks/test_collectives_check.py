@@ -191,6 +191,19 @@ def test_answers_are_exact_in_any_order(dtype: str, size: int) -> None:
             assert torch.equal(total.to(kind), expected), (reduce, dtype)
 
 
+@pytest.mark.parametrize(("dtype", "narrow"), [("int64", torch.float64), ("int32", torch.float32)])
+@pytest.mark.parametrize("size", range(1, 6))
+def test_no_floating_point_number_holds_what_integers_give(
+    dtype: str, narrow: torch.dtype, size: int
+) -> None:
+    kind = call_buffers.dtype_of(dtype)
+    values = [call_buffers.operand(kind, (40,), m, 0, "sum", size) for m in range(size)]
+    rounded = sum(value.to(narrow) for value in values)
+    assert not torch.equal(torch.as_tensor(rounded).to(kind), call_buffers.reduced("sum", values))
+    copied = call_buffers.operand(kind, (40,), 0, 0, None, size)
+    assert not torch.equal(copied.to(narrow).to(kind), copied)
+
+
 def test_each_fault_of_a_backend_is_declared_for_this_check() -> None:
     faults = [registry.load_mutant(name) for name in registry.mutant_names()]
     planted = [fault for fault in faults if fault.parent == "pytorch/collectives"]

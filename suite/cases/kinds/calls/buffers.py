@@ -33,6 +33,8 @@ _FOLDS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 #: Sums, and each operand, stay below it: exact in every dtype.
 LARGEST = 255
+#: Multiplied by it, they take all bits of a wide integer, and no floating-point number holds them.
+SPREAD: Mapping[torch.dtype, int] = {torch.int64: 2**54 + 1, torch.int32: 2**23 + 1}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -86,9 +88,10 @@ def operand(
 ) -> Tensor:
     """What ``member`` of ``size`` gives to a call."""
     values = pattern(dtype, tuple(shape), member, salt, limit_for(dtype, reduce, size))
-    if reduce == "avg":
-        return values * size
-    return values + 1 if reduce == "product" else values
+    if reduce == "product":
+        return values + 1
+    factor = SPREAD.get(dtype, 1) * (size if reduce == "avg" else 1)
+    return values if factor == 1 else values * factor
 
 
 def reduced(reduce: str, values: Sequence[Tensor]) -> Tensor:

@@ -1,10 +1,11 @@
 """Every call of a collective operation gives the exact answer, and touches nothing else.
 
 Judged in cases of workload ``calls``: ranks make the calls of a sub-matrix that covers every
-combination of a few factors (``workload.py``).  Values are small integers and powers
-of two, so the answer is exact in any order of adding: tolerance 0.  Results are poisoned first;
-inputs and the memory around every tensor are compared afterwards, on every rank.  A work that says
-it is done before it can be, or whose result comes after the wait, is told as such.
+combination of a few factors (``workload.py``).  Values are small integers and powers of two, in
+int32 and int64 spread over all bits, so the answer is exact in any order of adding: tolerance 0.
+Results are poisoned first; inputs and the memory around every tensor are compared afterwards, on
+every rank.  A work that says it is done before it can be, or whose result comes after the wait, is
+told as such.
 
 *Cannot see* a fault that takes a combination of more factors than the case covers, larger messages,
 or another moment; nor what a call costs (``traffic``).
