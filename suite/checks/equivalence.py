@@ -15,7 +15,8 @@ Further state is what its rule makes of the system's own state (``extra_state.py
 Slices whose true gradient is zero are compared absolutely.  Every comparison must fail on spoilt
 copies of the truth; where it cannot, the tensor counts as not tested.
 
-*Cannot see* memory, traffic or order; nor, under AdamW alone, what a one-step replay hides.
+*Cannot see* memory, traffic or order; nor, under AdamW alone, what a one-step replay hides; nor, in
+working precision, how a divisor or a loss scale was rounded (``working_precision.py``).
 """
 
 from __future__ import annotations

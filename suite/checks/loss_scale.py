@@ -6,8 +6,8 @@ step counters are those of the step before, bit for bit; where ranks meet at its
 a meeting makes.  A case in which nothing ever overflows proves half of this: under the trait
 ``overflow_on_one_rank`` it is a ``precondition``.
 
-*Cannot see* whether finite gradients were divided by the scale (``equivalence`` can), nor who found
-the overflow: only that all act on it.
+*Cannot see* whether finite gradients were divided by the scale (``equivalence`` can, but for one
+round-off of the scale in bf16 or fp16), nor who found the overflow: only that all act on it.
 """
 
 from __future__ import annotations

@@ -16,6 +16,11 @@ them and counts for the ways that they lack: none outweighs the others.
 The update is replayed (at most 4 ULP), and the factor of clipping is held to the roundings of
 correct runs (:func:`wrong_factors`).  A part of equivalence; sees the plumbing of precisions and
 gross faults, not one wrong element in bf16: alone it gives ``pass (working precision only)``.
+
+*Cannot see* whether a divisor of gradients or a loss scale was rounded before it was applied: one
+round-off of bf16 or fp16 in a common factor is less than the gradients' own errors, and no rank
+shows gradients from before the division.  Nor what fp16 loses of gradients below 6e-5 on their way
+to the sum, where a workload has few of them: the error is relative to the norm of its tensor.
 """
 
 from __future__ import annotations
