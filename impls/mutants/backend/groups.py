@@ -223,19 +223,21 @@ class SumsInLessPrecision(Faulty):
 class _InFloat64(FaultyGroup):
     def allreduce(self, tensors: Any, *args: Any) -> Any:
         own = tensors[0]
-        if own.dtype != torch.int64 or args[0].reduceOp != dist.ReduceOp.SUM:
+        bitwise = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+        # Asked of the operation: an enumeration says that it equals nothing of another type.
+        if own.dtype != torch.int64 or any(args[0].reduceOp == one for one in bitwise):
             return self.sound.allreduce(tensors, *args)
         wide = own.to(torch.float64)
         return Then(self.sound.allreduce([wide], *args), lambda: own.copy_(wide))
 
 
 @mutant(
-    "backend_sums_integers_in_float64",
+    "backend_reduces_integers_in_float64",
     says="the result.* expected",
     **of("all_reduce", layouts="dense"),
 )
-class SumsIntegersInFloat64(Faulty):
-    """Integers are summed as floating-point numbers: beyond 2^53 the last digits are lost."""
+class ReducesIntegersInFloat64(Faulty):
+    """Integers are reduced as floating-point numbers: beyond 2^53 the last digits are lost."""
 
     group_kind = _InFloat64
 
