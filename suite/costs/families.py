@@ -29,7 +29,14 @@ from fractions import Fraction
 from shardproof import strategies
 from shardproof.axes import Cut, cutting, parts, sharded, size, summing
 from shardproof.costs.model import Bound, NoCostModel
-from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, shape_key, used, used_by
+from shardproof.costs.model_facts import (
+    ITEMSIZE,
+    ModelFacts,
+    TensorFacts,
+    shape_key,
+    updated_by,
+    used,
+)
 from shardproof.costs.pipeline import Pipeline
 from shardproof.costs.tensor import TensorParallel
 
@@ -39,7 +46,7 @@ _ALL = ("parameters", "gradients", "optimizer")
 _TENSORS: Mapping[str, Callable[[Iterable[TensorFacts], int], Iterable[TensorFacts]]] = {
     "parameters": lambda parameters, step: parameters,
     "gradients": used,
-    "optimizer": used_by,
+    "optimizer": updated_by,
 }
 #: Bytes of single numbers that each rank may send in a step: losses, norms, overflows.
 _NUMBERS = 1024

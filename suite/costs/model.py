@@ -100,7 +100,7 @@ class Local:
         own = held if updated is None else updated
         now, ever = (
             {t.name: own[t.name] for t in find(facts.parameters, facts.steps - 1) if t.name in own}
-            for find in (model_facts.used, model_facts.used_by)
+            for find in (model_facts.used, model_facts.updated_by)
         )
         return cls(held, now, ever if model_facts.slots(facts) else {})
 
@@ -316,8 +316,8 @@ def norm_flow(facts: ModelFacts, axis: str) -> list[Flow]:
 def state_bytes(facts: ModelFacts, parts: Iterable[tuple[TensorFacts, int]], step: int) -> int:
     """Bytes of an element-wise optimizer's state over ``(tensor, elements)`` after ``step``.
 
-    Slots as built and one step counter per part, for those that had a gradient by then.
+    Slots as built and one step counter per part, for those that were updated by then.
     """
-    ready = {t.name for t in model_facts.used_by(facts.parameters, step)}
+    ready = {t.name for t in model_facts.updated_by(facts.parameters, step)}
     slots, counter = model_facts.slots(facts), model_facts.counter_bytes(facts)
     return sum(slots * n * ITEMSIZE[t.dtype] + counter for t, n in parts if t.name in ready)

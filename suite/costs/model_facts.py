@@ -8,10 +8,10 @@ from the same numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardproof import axes
 from shardproof.axes import Cut
@@ -50,6 +50,8 @@ class TensorFacts:
     last_use: int | None = None
     strided: bool = False
     units: tuple[int, ...] = ()
+    #: Whether an update has used it, if any step did.
+    is_updated: ClassVar[bool] = True
 
     @property
     def numel(self) -> int:
@@ -66,6 +68,12 @@ class TensorFacts:
         """Whether it depends on the micro-batch, the rank or the step whether it is used."""
         return ".conditional_" in f".{self.name}"
 
+    def only_in(self, steps: Collection[int]) -> bool:
+        """Whether some of ``steps`` give it a gradient, and no other step does."""
+        if self.first_use is None or self.last_use is None:
+            return False
+        return {*range(self.first_use, self.last_use + 1)} <= {*steps}
+
     @property
     def in_every_backward(self) -> bool:
         """Whether every micro-batch gives it a gradient."""
@@ -75,6 +83,12 @@ class TensorFacts:
     def nbytes(self) -> int:
         """Bytes as built."""
         return self.numel * ITEMSIZE.get(self.dtype, 8)
+
+
+class NeverUpdated(TensorFacts):
+    """A parameter that only skipped steps used: it had gradients, and has no state."""
+
+    is_updated: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +142,13 @@ class ModelFacts(Stored):
     def world(self) -> int:
         """Number of ranks: the product of the axes."""
         return math.prod(self.axes.values())
+
+    def after_skips(self, updates: Collection[int]) -> ModelFacts:
+        """The same where the ``updates`` of these steps were left out."""
+        if not updates:
+            return self
+        told = tuple(NeverUpdated(**vars(t)) if t.only_in(updates) else t for t in self.parameters)
+        return replace(self, parameters=told)
 
     def size(self, axis: str) -> int:
         """Ranks along ``axis``, or along several joined by ``+``; absent ones count 1."""
@@ -403,8 +424,13 @@ def used(tensors: Iterable[TensorFacts], step: int) -> list[TensorFacts]:
     return [t for t in used_by(tensors, step) if t.last_use is None or step <= t.last_use]
 
 
+def updated_by(tensors: Iterable[TensorFacts], step: int) -> list[TensorFacts]:
+    """Those of which the optimizer has state after the update of ``step``."""
+    return [t for t in used_by(tensors, step) if t.is_updated]
+
+
 def used_by(tensors: Iterable[TensorFacts], step: int) -> list[TensorFacts]:
-    """Those that had a gradient in ``step`` or before: the optimizer has state of them."""
+    """Those that had a gradient in ``step`` or before."""
     return [t for t in tensors if t.trainable and t.first_use is not None and t.first_use <= step]
 
 

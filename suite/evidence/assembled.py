@@ -161,10 +161,18 @@ class Figures(ABC):
         """Every rank that a record speaks for, with that record, in rank order."""
         return dict(sorted((rank, each) for each in self.records for rank in each.ranks))
 
-    @property
+    @cached_property
     def model_facts(self) -> ModelFacts | None:
         """Shapes, modules and options that cost models ask; ``None`` in records without them."""
-        return self.facts.model_facts if isinstance(self.facts, CaseFacts) else None
+        if not isinstance(self.facts, CaseFacts):
+            return None
+        return self.facts.model_facts.after_skips(self.skipped)
+
+    @property
+    def skipped(self) -> set[int]:
+        """Steps whose update every rank left out."""
+        own = [{n for n, step in enumerate(r.steps) if step.skipped} for r in self.records]
+        return set.intersection(*own)
 
     @property
     def depth(self) -> Depth:
@@ -410,6 +418,11 @@ class Continued(Evidence):
     def steps(self) -> range:
         """Numbers of the steps that were run after the load."""
         return range(self.first_step, self.case.steps)
+
+    @property
+    def skipped(self) -> set[int]:
+        """Those of the steps before the load as well."""
+        return super().skipped | self.base.skipped
 
     @property
     def updated_before(self) -> int:

@@ -215,6 +215,20 @@ def test_a_parameter_that_is_never_used_has_no_state() -> None:
     assert cost_model.resident(0, 1, 1)["optimizer_state"] == 2 * 4 * 15 + 3 * 4
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_a_parameter_that_only_skipped_steps_used_has_no_state(strategy: str) -> None:
+    early = tensor("b.1.w", 3, first_use=0, last_use=0)
+    facts = plan(strategy, 1, parameters=(*MODEL[:2], early), steps=3)
+
+    def state(skipped: set[int]) -> int:
+        cost_model = cost_model_class(strategy)(facts.after_skips(skipped))
+        assert ("b.1.w" in cost_model.local(0).optimizer) == (0 not in skipped)
+        held: int = cost_model.resident(0, 2, 2)["optimizer_state"]
+        return held
+
+    assert state(set()) == state({1}) > state({0})
+
+
 def test_kept_buffers_are_for_gradients_from_the_first_step_on_and_new_ones_of_their_step() -> None:
     late = tensor("b.1.w", 3, first_use=1)
     early = replace(late, first_use=0, last_use=0)
