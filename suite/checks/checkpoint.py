@@ -22,10 +22,11 @@ load parts; a save that moves numbers or draws; copies that a load leaves, or me
 in no piece and in no step that follows; what who loaded saves next, without ``again_at``;
 generators of a GPU; on another mesh, generators, and the steps that follow where these are drawn
 from; if the batch is cut otherwise, buffers of other ranks than 0, those of the steps that follow,
-and these steps as a whole where gradients depend on how it is cut; the steps of a strategy that
-loses something, or trains alone for a while, after a load in another shape; temporaries at their
-largest after a load, bytes of processes, and those that a cost model of the system's own would
-promise after a load in another shape.
+and these steps as a whole where gradients depend on how it is cut; of a strategy that loses
+something, or whose ranks train alone for a while, what a load in another shape gives back (residuals
+and outer state are shared out anew) and the steps that follow; temporaries at their largest after a
+load, bytes of processes, and those that a cost model of the system's own would promise after a load
+in another shape.
 """
 
 from __future__ import annotations

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from shardproof.case import CheckpointPlan
-from shardproof.contract import Batch, Kind, Observe, OptimizerSpec, Piece, StepResult
+from shardproof.contract import (
+    Batch,
+    Kind,
+    Observe,
+    OptimizerSpec,
+    Piece,
+    ScalerSpec,
+    StepResult,
+)
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import gpt
 from shardproof.impls.reference.ddp import ReferenceDDP
@@ -52,6 +60,44 @@ class BeforeTheUpdate(ReferenceDDP):
         averages.update()
         super().update()
         self.averages = averages
+
+
+@mutant(
+    "average_moves_when_skipped",
+    says="average",
+    workload=gpt("overflow_on_one_rank"),
+    optimizer=OptimizerSpec(scaler=ScalerSpec(initial=1024, interval=2)),
+)
+class MovesWhenSkipped(ReferenceDDP):
+    """An update that is left out moves the average all the same."""
+
+    def unscale(self) -> dict[str, float]:
+        metrics = super().unscale()
+        if metrics["skipped"]:
+            assert self.averages is not None
+            self.averages.update()
+        return metrics
+
+
+@mutant(
+    "average_restarts_elsewhere",
+    says="average",
+    parent=ReferenceFSDP,
+    killed_by=("checkpoint",),
+    mesh={"shard": 3},
+    checkpoint=CheckpointPlan(save_at=2, into={"mesh": {"shard": 2}}),
+)
+class RestartsElsewhere(ReferenceFSDP):
+    """On another mesh the average begins again from the parameters that were loaded."""
+
+    @torch.no_grad()
+    def load(self, path: Path) -> Mapping[str, Any]:
+        extra = super().load(path)
+        assert self.averages is not None and self.loaded is not None
+        if self.loaded.about.mesh != dict(self.mesh.axes):
+            for name, tensor in self.averages.tensors.items():
+                self.averages.averages[name].copy_(tensor)
+        return extra
 
 
 @mutant("average_once_a_micro_batch", says=r"was updated 2 times \(once a micro-batch")

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
-from shardproof.contract import Batch, MicroBatch, Observe, OptimizerSpec, ScalerSpec, StepResult
+from shardproof.contract import (
+    Batch,
+    MicroBatch,
+    Observe,
+    OptimizerSpec,
+    Point,
+    ScalerSpec,
+    StepResult,
+)
 from shardproof.impls.mutants.sharded.zero import mutant
 from shardproof.impls.mutants.triggers import overflows_here
 from shardproof.impls.reference.engine.handle import Handle
@@ -25,6 +33,7 @@ from shardproof.impls.reference.engine.scaler import LossScaler
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
+from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
 
 SMALL: Mapping[str, Any] = {"layers": 2, "width": 16}
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 8 * 1024}
@@ -472,3 +481,34 @@ class NormOfScaledGradients(ReferenceZero2):
 
     def norm(self) -> Tensor:
         return self.before
+
+
+@mutant(
+    "zero3_use_outlives_skip",
+    says="gradients of zero|which the oracle does not have",
+    killed_by=("equivalence",),
+    parent=ReferenceZero3,
+    options={},
+    workload=WorkloadSpec("charnames_gpt", traits=("conditional_early_step",), params=SMALL),
+    optimizer=replace(ADAMW, scaler=ScalerSpec(initial=2.0**34, backoff=2.0**-24, interval=2)),
+    lane="working_precision",
+    dtype="float32",
+    precision={"parameters": "float16"},
+    steps=3,
+)
+class UseOutlivesSkip(ReferenceZero3):
+    """What a skipped step used counts as used in the next one, and gets a gradient of zero."""
+
+    handle: Zero3
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        used: set[str] = set()
+
+        def look(point: Point) -> None:
+            used.update(self.handle.used)
+            observe(point)
+
+        result = super().step(batch, look)
+        if result.metrics["skipped"]:
+            self.handle.used |= used
+        return result
