@@ -140,7 +140,7 @@ class Informant:
 
     def collect(self, pid: int) -> str:
         """Kill and collect it; how it ended, in brackets."""
-        process_control.kill(pid)  # no matter where it is ending already
+        process_control.kill_tree(pid)  # no matter where it is ending already
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         process_control.STAYING.discard(pid)
         return f" (exit code {code})" if code >= 0 else f" ({process_control.signal_name(-code)})"

@@ -90,6 +90,20 @@ def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
     return True
 
 
+def kill_tree(pid: int) -> None:
+    """SIGKILL to a process and to everything below it, such as a compiler that it waits for."""
+    import psutil
+
+    below: list[psutil.Process] = []
+    kill(pid, signal.SIGSTOP)  # so that it starts nothing more
+    with contextlib.suppress(psutil.Error):
+        below = psutil.Process(pid).children(recursive=True)
+    kill(pid)
+    for one in below:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+
+
 def kill_group(group: int) -> None:
     """SIGKILL to every process of the group, if there is any."""
     with contextlib.suppress(ProcessLookupError):

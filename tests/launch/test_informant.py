@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from made_case import made_case
 
@@ -29,6 +30,9 @@ while time.monotonic() < end:
         pass
     time.sleep(0.2)
 """
+
+
+MARK = "'spins below an informant'"
 
 
 def waits_for(text: str) -> str:
@@ -56,7 +60,10 @@ def test_what_an_informant_started_has_no_more_cpu_than_it_has_itself(tmp_path: 
         Informant(tmp_path, 1.0) as informant,
         pytest.raises(NoAnswer, match="no answer within 1 s of CPU"),
     ):
-        informant.do(waits_for, "while True: pass")
+        informant.do(waits_for, f"while True: {MARK}")
+    deadline = time.monotonic() + 60
+    while any(MARK in str(one.info) for one in psutil.process_iter(["cmdline"])):
+        assert time.monotonic() < deadline
 
 
 def test_a_stopped_informant_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

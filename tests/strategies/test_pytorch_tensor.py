@@ -72,7 +72,7 @@ def copies(pieces: list[Piece]) -> list[Piece]:
 
 
 def test_options_are_refused_with_what_is_valid() -> None:
-    with pytest.raises(Refused, match="valid: checkpoint, loss_parallel, sequence_parallel"):
+    with pytest.raises(Refused, match="valid: checkpoint, loss_parallel, own_loss, sequence"):
         registry.load(NAME).capabilities({"async": True})
 
 

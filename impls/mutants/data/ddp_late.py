@@ -83,17 +83,14 @@ class TakesTheFirstBackwardForTheLast(DDP):
 class KeepsWhatWasFrozenOnce(DDP):
     """After the first step, what an evaluation finds frozen is never reduced again."""
 
-    def __init__(
-        self, module: nn.Module, comm: Comm, options: Options, reducer: Reducer | None = None
-    ) -> None:
-        super().__init__(module, comm, options, reducer)
+    def __init__(self, module: nn.Module, *given: Any) -> None:
+        super().__init__(module, *given)
         self.frozen: set[int] = set()
         self.hooks.append(module.register_forward_pre_hook(self.look))
 
     def look(self, *_: Any) -> None:
         if self.learned:
-            asked = enumerate(self.parameters)
-            self.frozen |= {index for index, p in asked if not p.requires_grad}
+            self.frozen |= {n for n, p in enumerate(self.parameters) if not p.requires_grad}
 
     def contribution(self, index: int) -> Tensor | None:
         return None if index in self.frozen else super().contribution(index)
