@@ -222,8 +222,8 @@ class Case(Stored):
     is_borrowed: bool = False
     #: The cell is another backend's: what this one cannot do of it was not asked of it by name.
     is_moved: bool = False
-    #: A trait that nobody asked for by name: a class that raises where it meets it, and not in a
-    #: call of a group, has not got it.
+    #: A trait that the user did not name: a class that raises an exception under it, outside the
+    #: calls of a group, is taken to lack it.
     unasked: str = ""
     #: ``file:line`` of the implementation's entry in the scenario; ``file:``: its cell has another
     #: there; empty: no file gave it.

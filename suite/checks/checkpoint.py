@@ -24,7 +24,7 @@ generators of a GPU; on another mesh, generators, and the steps that follow wher
 from; if the batch is cut otherwise, buffers of other ranks than 0, those of the steps that follow,
 and these steps as a whole where gradients depend on how it is cut; of a strategy that loses
 something, or whose ranks train alone for a while, what a load in another shape gives back
-(residuals and outer state are shared out anew) and the steps that follow; temporaries at their
+(residuals and outer state are shared out again) and the steps that follow; temporaries at their
 largest after a load, bytes of processes, and those that a cost model of the system's own would
 promise after a load in another shape.
 """

@@ -21,8 +21,8 @@ class Uncompensated(PyTorchDDP):
         return 1
 
 
-def anew(module: nn.Module) -> None:
-    """Register the head's weight anew, as a script that changes heads does."""
+def replace_head_weight(module: nn.Module) -> None:
+    """Register a new weight of the head, as a script that changes heads does."""
     head: Any = module.get_submodule("head")
     head.weight = nn.Parameter(head.weight.detach().clone())
 
@@ -35,9 +35,9 @@ def anew(module: nn.Module) -> None:
     options={"find_unused_parameters": True},
 )
 class HeadAddedAfterWrapping(PyTorchDDP):
-    """The head's weight is a new parameter that DDP does not know: it is reduced by nobody."""
+    """The head's weight is a new parameter, unknown to DDP and never reduced."""
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
         wrapped = super().wrap(module)
-        anew(module)
+        replace_head_weight(module)
         return wrapped

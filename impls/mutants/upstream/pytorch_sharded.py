@@ -56,7 +56,7 @@ class DividesTwice(PyTorchFSDP2):
     steps=3,
 )
 class GathersAgainAfterAnEvaluation(PyTorchFSDP2):
-    """The first step after an evaluation gathers its first unit once more, for nobody."""
+    """The first step after an evaluation gathers its first unit once more, without use."""
 
     has_evaluated = False
 
