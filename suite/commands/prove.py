@@ -110,9 +110,9 @@ def prove(
     (``shardproof list traits`` names the conditions that make it harder); unless given
     ``charnames_gpt``, in the lane ``dyadic`` ``dyadic_mlp``, the only one with a form for it, by
     steps of plain SGD that a power of two scales.  Of an ``optimizer`` of your own, and of a class
-    that shards a state and declines no late use of parameters, the largest of several worlds has a
-    step more on the default workload, the first, in which the head alone has a gradient, so that
-    a rank's whole share has none.  An optimizer by its name decays weights by 0.1
+    whose ranks own shares of a state and that declines no late use of parameters, the largest world
+    has a step more on the default workload, the first, in which the head alone has a gradient, so
+    that a rank's whole share has none (one world alone: in a case of its own).  An optimizer by its name decays weights by 0.1
     and warms up for 2 steps; an ``OptimizerSpec`` is taken as it is.  Defaults leave out parameter
     groups (the trait ``two_groups``), clipping, loss scaling, buffers, uneven batches, other
     traits, backends and dtypes, and steps after the third.
@@ -197,7 +197,7 @@ def prove(
     with Session(jobs) as session:
         session.check(name, options)
         asks_axis = axis is None and not meshes
-        if asks_axis or backends is None:
+        if asks_axis or backends is None or chooses:
             axes, usable, takes, owns = session.places(name, options)
             owns = owns and registry.is_foreign(name)
             deals = takes and chooses and (own_optimizer or owns)
@@ -292,11 +292,14 @@ class ProveCall:
             return {key: value for key, value in asdict(optimizer).items() if key != "clip_norm"}
         return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else BY_NAME)}
 
-    def _is_idle(self, case: Case) -> bool:
+    def is_idle(self, case: Case) -> bool:
+        """Whether ``case`` is one that begins with idle shares because no workload was given."""
         return self.workload is None and dict(case.workload.params) == IDLE_SHARES
 
-    def rerun(self, case: Case) -> str:
-        """A command that judges ``case`` alone."""
+    def rerun(self, case: Case, names_work: bool) -> str:
+        """A command that judges ``case`` alone; ``names_work``: without the workload's name other
+        cases stand beside it.
+        """
         from shardproof.cases import kinds
 
         usual = inspect.signature(prove).parameters
@@ -306,7 +309,7 @@ class ProveCall:
             "lanes": (case.lane,),
             "clip": (case.optimizer.clip_norm,),
             **vars(self),
-            **({"workload": case.workload, "steps": case.steps} if self._is_idle(case) else {}),
+            **({"workload": case.workload, "steps": case.steps} if names_work else {}),
             **({} if kinds.of(case.workload).trains else {"workload": case.workload}),
         }
         work = arguments["workload"]
@@ -423,20 +426,22 @@ def _spec(workload: str | WorkloadSpec | OwnWorkload, traits: Sequence[str]) -> 
 
 
 def _with_idle_shares(cases: Sequence[Case], may_raise: bool) -> list[Case]:
-    """``cases``, of which those in the largest of several worlds begin with a step more, in which
-    whole shares have no gradient.  An optimizer has to leave what has none alone; a class need not
-    have thought of it.
+    """``cases``, of which those in the largest world begin with a step more, in which whole shares
+    have no gradient.  An optimizer has to leave what has none alone; a class need not have thought
+    of it.  An only world has these cases in addition: what raises there says nothing of the rest.
     """
     unasked = IDLE_TRAIT if may_raise else ""
     worlds = {case.world for case in cases}
     changed = []
     for case in cases:
         work = case.workload
-        if len(worlds) > 1 and case.world == max(worlds) and work.name == DEFAULT_WORKLOAD:
+        takes = 1 < case.world == max(worlds) and work.name == DEFAULT_WORKLOAD
+        changed += [case] if not takes or len(worlds) == 1 else []
+        if takes:
             name = case.id.replace("::", "[idle-shares]::", 1)
             work = replace(work, params=IDLE_SHARES)
-            case = replace(case, id=name, workload=work, steps=case.steps + 1, unasked=unasked)
-        changed.append(case)
+            steps = case.steps + 1
+            changed.append(replace(case, id=name, workload=work, steps=steps, unasked=unasked))
     return changed
 
 
@@ -446,7 +451,7 @@ def _frame(results: Sequence[CaseResult], cases: Sequence[Case], call: ProveCall
     of_case = ("implementation", "backend", "world", "lane", "dtype")
     of_result = ("verdict", "reason", "bound", "bytes_sent", "bytes_expected", "seconds")
     by_id = {result.id: result for result in results}
-    rows = []
+    rows, deals = [], any(map(call.is_idle, cases))
     for case, result in ((case, by_id[case.id]) for case in cases if case.id in by_id):
         row = {
             "case": case.id,
@@ -455,7 +460,7 @@ def _frame(results: Sequence[CaseResult], cases: Sequence[Case], call: ProveCall
             "optimizer": case.optimizer.name,
             "clip": case.optimizer.clip_norm,
             "error": result.worst_error,
-            "rerun": call.rerun(case) if OF_THIS_RUN in result.rerun else result.rerun,
+            "rerun": call.rerun(case, deals) if OF_THIS_RUN in result.rerun else result.rerun,
         }
         row |= {key: getattr(case, key) for key in of_case}
         rows.append(row | {key: getattr(result, key) for key in of_result})

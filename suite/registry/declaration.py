@@ -19,6 +19,7 @@ from shardproof import axes, contract, registry, strategies, workloads
 from shardproof.backends import BACKENDS, Backend
 from shardproof.case import Case
 from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused, Sampling
+from shardproof.costs.families import family_of
 from shardproof.errors import nearest
 from shardproof.files import Form, Stored
 from shardproof.registry import follows
@@ -305,6 +306,15 @@ def places(system: tuple[str, Options]) -> Places:
     """Task of a leader, for a name and options."""
     name, options = system
     declared = Declaration.of(registry.load(name), options)
-    shares = axes.cutting("state") in declared.axes and declared.depth == "family"
     takes = declared.declines.keys().isdisjoint(LIKE_TRAITS.values())
-    return declared.axes, declared.usable(), takes, shares
+    return declared.axes, declared.usable(), takes, _owns_shares(declared, options)
+
+
+def _owns_shares(declared: Declaration, options: Options) -> bool:
+    """Whether it is held to a family whose ranks own shares of a state, along whichever axis."""
+    if declared.depth != "family":
+        return False
+    family = family_of(declared.strategy, options)
+    cuts = family is not None and family.cuts == "state" and bool(family.cut)
+    declares = axes.cutting("state") in declared.axes or declared.features & {*strategies.SHARDED}
+    return cuts or bool(declares)

@@ -255,6 +255,8 @@ def test_a_wrong_loss_does_not_hide_what_is_wrong_with_gradients(
         ("GreedyZero1", {"pass"}, ""),
         ("FlatZero1", {"skip"}, "or name it in Capabilities.declines"),
         ("LeavesEarly", {"hang", "crash"}, "broadcast"),
+        ("AlongCopies", {"pass"}, ""),
+        ("LeavesEarlyAlongCopies", {"hang", "crash"}, "broadcast"),
     ],
 )
 def test_a_class_that_shards_a_state_meets_idle_shares(
@@ -265,6 +267,16 @@ def test_a_class_that_shards_a_state_meets_idle_shares(
     rows = prove(f"adopted:{name}", worlds=(2, 3), optimizer="adamw").to_dict("records")
     assert rows[0]["verdict"] == "pass" and "idle-shares" in rows[1]["case"], rows[0]["reason"]
     assert rows[1]["verdict"] in verdicts and says in rows[1]["reason"], rows[1]["reason"]
+
+
+def test_one_world_has_idle_shares_in_a_case_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    given = {"backends": ("in_memory",), "axis": "replicate", "optimizer": "adamw"}
+    plain, idle = prove("adopted:LeavesEarlyAlongCopies", worlds=2, **given).to_dict("records")
+    assert plain["verdict"] == "pass" and plain["case"].startswith("prove::"), plain["reason"]
+    assert "workload='charnames_gpt'" in plain["rerun"] and "idle-shares" in idle["case"]
+    assert idle["verdict"] in {"hang", "crash"} and "first_step" in idle["rerun"], idle["reason"]
 
 
 def test_copies_that_are_not_numbered_have_not_lost_their_names() -> None:

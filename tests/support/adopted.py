@@ -245,6 +245,18 @@ class LeavesEarly(GreedyZero1):
             super().publish()
 
 
+class AlongCopies(GreedyZero1):
+    """Shares of the optimizer lie along the axis of copies, which the family cuts as well."""
+
+    axis = "replicate"
+
+
+class LeavesEarlyAlongCopies(LeavesEarly):
+    """As its parent, along the axis of copies."""
+
+    axis = "replicate"
+
+
 class FlatCosts(CostModel):
     """One flat tensor, and a copy of its own shard that the optimizer updates."""
 
