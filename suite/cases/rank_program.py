@@ -112,6 +112,10 @@ class _Rank:
             record.coordinate = self.members.mesh.coordinate
             if self.implementation is not None:
                 with self._aside():
+                    # Shown without a rule, it is looked at as well.
+                    if not self.extra and self._pieces(("extra",))["extra"]:
+                        self.extra = ("extra",)
+                        self.loaded = (*LOADED, *self.extra)
                     record.initial = self._holds(("parameters", "buffers", *self.extra))
             if self.case.loads_from:
                 record.steps = self._load(record)

@@ -20,7 +20,7 @@ from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
 from shardproof.contract import GroupSpec, OptimizerSpec, Options, ScalerSpec
-from shardproof.errors import InputError, Problem, ScenarioError, SelectionError
+from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, shown
 from shardproof.registry import adapters
 from shardproof.workloads.knobs import LIKE_TRAITS
 
@@ -112,8 +112,8 @@ def prove(
     steps of plain SGD that a power of two scales.  Of an ``optimizer`` of your own, and of a class
     whose ranks own shares of a state and that declines no late use of parameters, the largest world
     has a step more on the default workload, the first, in which the head alone has a gradient, so
-    that a rank's whole share has none (one world alone: in a case of its own).  An optimizer by its name decays weights by 0.1
-    and warms up for 2 steps; an ``OptimizerSpec`` is taken as it is.  Defaults leave out parameter
+    that a rank's whole share has none (one world alone: in a case of its own).  An optimizer by its
+    name decays weights by 0.1 and warms up for 2 steps; an ``OptimizerSpec`` is taken as it is.  Defaults leave out parameter
     groups (the trait ``two_groups``), clipping, loss scaling, buffers, uneven batches, other
     traits, backends and dtypes, and steps after the third.
 
@@ -463,7 +463,9 @@ def _frame(results: Sequence[CaseResult], cases: Sequence[Case], call: ProveCall
             "rerun": call.rerun(case, deals) if OF_THIS_RUN in result.rerun else result.rerun,
         }
         row |= {key: getattr(case, key) for key in of_case}
-        rows.append(row | {key: getattr(result, key) for key in of_result})
+        row |= {key: getattr(result, key) for key in of_result}
+        # A message of the user's may hold what moves a cursor, or a command to a runner of CI.
+        rows.append(row | {"reason": shown(result.reason or "")})
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,11 +15,15 @@ from torch import Tensor
 from shardproof import verdicts
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
-from shardproof.cases.verdict import verdict_of
+from shardproof.cases.verdict import unless_left_out, verdict_of
 from shardproof.checks import Outcome
-from shardproof.checks.numbers import Tally
+from shardproof.checks.equivalence import _check_names
+from shardproof.checks.numbers import Lacking, Tally
 from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
+from shardproof.costs.families import Family, HeldByRank
+from shardproof.costs.model_facts import TensorFacts
+from shardproof.evidence.assembled import Assembled
 from shardproof.evidence.records import ComparisonRow, OracleFacts
 from shardproof.oracle.truth import Truth, TruthStep
 from shardproof.report.capability_matrix import outcome
@@ -127,6 +133,30 @@ def test_an_oracle_that_diverges_decides_nothing(judged: dict[str, CaseResult]) 
 )
 def test_what_checks_add_up_to(outcomes: list[Outcome], verdict: str) -> None:
     assert verdict_of(outcomes)[0] == verdict
+
+
+def test_what_a_call_asks_by_name_must_be_judged() -> None:
+    numbers, relation = Outcome("equivalence", "pass"), Outcome("relations", "skip", "one share")
+    assert unless_left_out([numbers], "pass", "") == ("pass", "")
+    found = unless_left_out([numbers, relation], "pass", "")
+    assert found == ("skip", "relations: one share (pass without it)")
+
+
+def test_what_is_frozen_is_no_part_of_what_a_family_cuts() -> None:
+    """Gradients of frozen parameters are said to be just that."""
+    two = tuple(TensorFacts(n, (4,), "float64", trainable=n == "w") for n in ("w", "still"))
+    facts = SimpleNamespace(parameters=two, step=0, sharded=("shard",), size=lambda along: 2)
+    half = {"gradients": {"w": 2, "still": 2}}
+    shown = {rank: HeldByRank(half, {}) for rank in range(2)}
+    family = Family("zero3", lambda facts: (Fraction(0), Fraction(0)), cut=("gradients",))
+    assert family.problem(cast(Any, facts), shown, 2.0) == ""
+    whole = {rank: HeldByRank({"gradients": {"w": 4}}, {}) for rank in range(2)}
+    assert "each holds all 4 elements" in family.problem(cast(Any, facts), whole, 2.0)
+    state = Assembled()
+    state.tensors = {name: {0: torch.ones(4)} for name in ("w", "still")}
+    names = SimpleNamespace(parameter_names=["w", "still"], trainable_names=["w"])
+    with pytest.raises(Lacking, match="frozen parameters have gradients: 'still'"):
+        _check_names(state, {"w": None}, 0, "gradients_final", cast(Any, names))
 
 
 def step(**fields: Any) -> TruthStep:

@@ -66,7 +66,12 @@ steps: 3
 """
 #: Name of a scenario -> workload, classes of tests/support/followed.py, numbers of ranks.
 SCENARIOS = {
-    "sound": (GPT, "Averaging Equal Scheduled Given Version2", "1, 3"),
+    "sound": (
+        GPT,
+        "Averaging HeldInBfloat16 WithoutRules Equal Scheduled Given Version2",
+        "1, 3",
+    ),
+    "unseen": (GPT, "FrozenInBfloat16 WithoutRulesApart WithoutRulesStill", "2"),
     "broken": (
         GPT,
         "CountsMicroBatches LacksOne Invents EqualButStill EqualButApart ScheduledLate GivenOfOne",
@@ -196,6 +201,29 @@ def test_a_rule_has_all_digits_of_a_decay(decay: float) -> None:
     was, held = torch.tensor(1.0, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64)
     now = Now(1, {"mean": was}, {"": held}, {}, {}, ())
     assert float(rules.values(["mean"], now)["mean"]) == decay * 1.0 + (1 - decay) * 3.0
+
+
+def test_a_rule_whose_changes_are_below_the_bound_is_undecidable(
+    told: dict[str, dict[str, list[tuple[str, str]]]],
+) -> None:
+    [(verdict, reason)] = told["unseen"]["FrozenInBfloat16"]
+    assert verdict == "undecidable" and "the rule of 'average.*' prescribes is below" in reason
+    for _, reason in told["sound"]["HeldInBfloat16"]:
+        assert "'average.*' is held in bfloat16, coarser than its parameters (float64)" in reason
+
+
+@pytest.mark.parametrize(
+    ("system", "says"),
+    [
+        ("WithoutRulesApart", "replicas 0 and 1 differ"),
+        ("WithoutRulesStill", "is after the last step what it was after setup"),
+    ],
+)
+def test_state_without_any_rule_is_equal_and_moves(
+    told: dict[str, dict[str, list[tuple[str, str]]]], system: str, says: str
+) -> None:
+    [(verdict, reason)] = told["unseen"][system]
+    assert verdict == "fail" and says in reason, reason
 
 
 def test_a_class_of_version_2_is_not_asked_for_terms_over_the_global_batch(

@@ -113,6 +113,54 @@ class CountsMicroBatches(Averaging):
         self.count += len(batch.micro_batches) - 1
 
 
+class HeldInBfloat16(Averaging):
+    """The average is held in a dtype in which the first rule still shows."""
+
+    def begin(self):
+        super().begin()
+        self.average = {name: own.bfloat16() for name, own in self.average.items()}
+
+    def update(self, batch):
+        ByHand.update(self, batch)
+        self.count += 1
+        for name, p in self.named.items():
+            own = self.average[f"average.{name}"]
+            own.copy_(own.double().lerp_(p.detach().double(), 0.1))
+
+
+class FrozenInBfloat16(HeldInBfloat16):
+    """Every change of the rule is below the last places of its dtype; it never moves."""
+
+    rules: ClassVar = {"average.*": average(0.9999), "updates": "0 -> was + 1"}
+
+    def update(self, batch):
+        ByHand.update(self, batch)
+        self.count += 1
+
+
+class WithoutRules(Averaging):
+    """State is shown, and no rule is declared for any: it is equal on all ranks, and moves."""
+
+    rules: ClassVar = {}
+
+
+class WithoutRulesApart(WithoutRules):
+    """Only one rank moves it."""
+
+    def update(self, batch):
+        if self.comm.rank == 0:
+            super().update(batch)
+        else:
+            ByHand.update(self, batch)
+
+
+class WithoutRulesStill(WithoutRules):
+    """Nobody moves it."""
+
+    def update(self, batch):
+        ByHand.update(self, batch)
+
+
 class LacksOne(Averaging):
     """One average is not shown."""
 

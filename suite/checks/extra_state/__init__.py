@@ -3,8 +3,10 @@
 After every update that is made, a rule is computed from the state before it and from what the
 system itself holds after it, all of which equivalence has compared already; buffers are the
 oracle's.  So no difference adds up from step to step, and the bound is 4 units in the last place
-(of the largest value that a rule takes) in every lane.  What is ``equal`` only must have moved by
-the last step.  A part of equivalence.
+(of the largest value that a rule takes) in every lane.  Where no change that a rule prescribes is
+larger than that, nothing is known of the rule, and the case is undecidable.  State that is
+``equal`` only, or has no rule because the system declares none, must have moved by the last step.
+A part of equivalence.
 
 *Cannot see* what a value is used for, but of those that updates use (``optimizer.weight_decay``):
 the oracle trains with these.
@@ -24,9 +26,10 @@ from shardproof.checks.causes.fits import some
 from shardproof.checks.numbers import REPLAY_ULPS, Differs, Lacking, Moment, within_ulps
 from shardproof.checks.one_update import wide
 from shardproof.contract import Now
-from shardproof.evidence.assembled import Assembled, Evidence
+from shardproof.evidence.assembled import Assembled, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.oracle.asked import follows_of
+from shardproof.registry import follows
 from shardproof.registry.follows import EQUAL, SETTING, Follows
 
 Tensors = Mapping[str, Tensor]
@@ -38,10 +41,19 @@ def measure(evidence: Evidence, step: int, rows: list[ComparisonRow]) -> None:
     :raises Differs: it is not what its rules say.
     """
     rules = follows_of(evidence.case, evidence.declaration)
-    if not rules:
-        return
     state = _held(evidence, step)
-    _check_names(evidence, rules, state, step)
+    if rules:
+        _check_names(evidence, rules, state, step)
+        _compare(evidence, rules, state, step, rows)
+    if step == evidence.steps[-1]:
+        _must_have_moved(evidence, rules, state, rows)
+        rows += _without_power(evidence, rules)
+
+
+def _compare(
+    evidence: Evidence, rules: Follows, state: Assembled, step: int, rows: list[ComparisonRow]
+) -> None:
+    """Add rows of the state whose value after ``step`` a rule gives."""
     now = _now(evidence, step)
     wanted = rules.values(state.tensors, now)
     if evidence.truth.steps and step >= 0 and evidence.truth.steps[step].skipped:
@@ -67,8 +79,6 @@ def measure(evidence: Evidence, step: int, rows: list[ComparisonRow]) -> None:
     except Differs as failure:
         cause = partial(_cause, evidence, rules, step)
         raise Differs(causes.before(cause, failure), failure.ranks) from None
-    if step == evidence.steps[-1]:
-        _must_have_moved(evidence, rules, state, rows)
 
 
 def _held(evidence: Evidence, step: int) -> Assembled:
@@ -128,17 +138,62 @@ def _now(evidence: Evidence, step: int) -> Now:
 def _must_have_moved(
     evidence: Evidence, rules: Follows, state: Assembled, rows: list[ComparisonRow]
 ) -> None:
-    """State that is ``equal`` only changes at least once."""
+    """State of which no more is known than that it is equal on all ranks changes at least once."""
     first, place = evidence.initial("extra").first(), (evidence.steps[-1], "after_update extra")
     for name, tensor in state.first().items():
         found = rules.rule_of(name)
-        if found is None or found[0].text != EQUAL or name not in first:
+        if (found is not None and found[0].text != EQUAL) or name not in first:
             continue
         if torch.equal(first[name], tensor):
             raise Differs(
                 f"{name!r} is after the last step what it was after setup: it never moved"
             )
         rows.append(ComparisonRow(*place, name, "all ranks", 0.0, 0.0))
+
+
+def _without_power(evidence: Evidence, rules: Follows) -> Iterator[ComparisonRow]:
+    """A row for each rule that state would keep to, within the bound, if it never moved."""
+    kept: dict[str, str] = {}
+    moved: set[str] = set()
+    for step in evidence.steps if rules else ():
+        if evidence.truth.steps and evidence.truth.steps[step].skipped:
+            continue
+        now = _now(evidence, step)
+        for name, value in rules.values(now.was, now).items():
+            was, rule = now.was[name], rules.rule_of(name)[0].name  # type: ignore[index]
+            if rule in moved or was.shape != value.shape or torch.equal(was.double(), value):
+                continue
+            want = value.to(was.dtype)
+            sizes = _floats(was, want, _largest(rules, name, now, want))
+            if within_ulps(*sizes, REPLAY_ULPS).ok:
+                kept[rule] = str(was.dtype).removeprefix("torch.")
+            else:
+                moved.add(rule)
+    for rule in (rule for rule in kept if rule not in moved):
+        what = f"every change that the rule of {rule!r} prescribes is below the bound"
+        bound = f"{REPLAY_ULPS} ULP of {kept[rule]}, in which it is held"
+        remedy = "whether it moves is not seen: hold it in a wider dtype"
+        yield ComparisonRow(skip=f"{what} ({bound}); {remedy}")
+
+
+def coarser(figures: Figures) -> str:
+    """Which state is held in a coarser dtype than the parameters that it follows; empty: none."""
+    rules = follows.of_rules(figures.declaration.follows, figures.case.optimizer)
+    dtypes = {row.name: row.dtype for row in figures.tensors if row.kind == "parameters"}
+    found: dict[tuple[str, str, str], None] = {}
+    for row in figures.tensors if rules else ():
+        rule, owner = (row.kind == "extra" and rules.rule_of(row.name)) or (None, "")
+        if rule is None or owner not in dtypes:
+            continue
+        held, followed = (getattr(torch, dtype) for dtype in (row.dtype, dtypes[owner]))
+        is_float = held.is_floating_point and followed.is_floating_point
+        if is_float and torch.finfo(held).eps > torch.finfo(followed).eps:
+            found[rule.name, row.dtype, dtypes[owner]] = None
+    return "; ".join(
+        f"{name!r} is held in {held}, coarser than its parameters ({of}): compared within "
+        f"{REPLAY_ULPS} ULP of {held}"
+        for name, held, of in found
+    )
 
 
 # ------------------------------------------------------------------------------------------ causes
