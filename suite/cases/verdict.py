@@ -36,8 +36,6 @@ from shardproof.verdicts import JUDGE_ERROR, OVER_BUDGET, REPLICAS_ONLY, WORKING
 
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
-#: Verdicts of which every check that says something passed.
-GREEN = ("pass", WORKING_PRECISION_ONLY, REPLICAS_ONLY)
 #: The options that a refusal names, by their outermost names, and the axes of the mesh.
 _OPTION = re.compile(r"\boption '(\w+)")
 _AXIS = re.compile(rf"\baxis '({'|'.join(axes.names())})'")
@@ -126,21 +124,9 @@ def _decided(account: Account) -> CaseResult:
     if account.no_oracle_because:
         return _apply_xfail(case, "precondition", account.no_oracle_because)
     outcomes = _judged(account, case.checks)
-    verdict, reason = verdict_of(outcomes)
-    if case.scenario == "prove" and not case.source and verdict in GREEN:
-        verdict, reason = unless_left_out(outcomes, verdict, reason)
-    return _apply_xfail(case, verdict, reason, outcomes)
-
-
-def unless_left_out(outcomes: Iterable[Outcome], verdict: str, reason: str) -> tuple[str, str]:
-    """``verdict``, or a skip where a check was left out that one call asked for by its name.
-
-    In a matrix of a scenario some cases have nothing of what the others are asked.
-    """
-    for outcome in outcomes:
-        if outcome.check in checks.EXPECTED and outcome.status == "skip":
-            return "skip", f"{outcome.check}: {outcome.message} ({verdict} without it)"
-    return verdict, reason
+    # In a matrix of a scenario some cases have nothing of what the others are asked.
+    asked = checks.EXPECTED if case.scenario == "prove" and not case.source else ()
+    return _apply_xfail(case, *verdict_of(outcomes, asked), outcomes)
 
 
 def _judged(account: Account, names: Iterable[str]) -> list[Outcome]:
@@ -223,8 +209,9 @@ def _run_check(name: str, figures: Figures) -> Outcome:
         return Outcome(name, "judge error", f"the check itself broke: {error!r} ({where})")
 
 
-def verdict_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """One verdict from all outcomes: the gravest that a check says.
+def verdict_of(outcomes: Sequence[Outcome], asked: Iterable[str] = ()) -> tuple[str, str]:
+    """One verdict from all outcomes: the gravest that a check says; a skip if one is left out that
+    is ``asked`` for by its name.
 
     Each outcome that gave it has a line of its own: together they often explain the fault.  Only
     what was compared with the oracle passes without a word; a case that asks for no numbers names
@@ -234,13 +221,16 @@ def verdict_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
         if lines := [f"{o.check}: {o.message}" for o in outcomes if o.status == status]:
             return status, "\n".join(lines)
     passed = {outcome.check: outcome for outcome in outcomes if outcome.status == "pass"}
+    if lines := [
+        f"{o.check}: {o.message}" for o in outcomes if o.check in asked and o.status == "skip"
+    ]:
+        return "skip", "; ".join(lines) + (" (other checks passed)" if passed else "")
     if not outcomes:
         return "undecidable", "no check judged this case"
     if not passed:
         return "skip", "; ".join(f"{o.check}: {o.message}" for o in outcomes)
     if (numbers := passed.get("equivalence")) is not None:
-        said = f"equivalence: {numbers.message}" if numbers.message else ""
-        return WORKING_PRECISION_ONLY if "factor" in numbers.figures else "pass", said
+        return WORKING_PRECISION_ONLY if "factor" in numbers.figures else "pass", ""
     if "replicas" in passed:
         return REPLICAS_ONLY, "nothing was compared with the oracle; judged: " + ", ".join(passed)
     return "pass", "judged: " + ", ".join(passed)

@@ -22,9 +22,8 @@ working precision, how a divisor or a loss scale was rounded (``working_precisio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -62,7 +61,7 @@ from shardproof.contract import is_outer
 from shardproof.costs.expression import FormulaError, evaluate
 from shardproof.costs.stages import DESCENDING, schedule_name, stages_of
 from shardproof.evidence.assembled import Assembled, Evidence, Figures
-from shardproof.evidence.records import ComparisonRow, WorkloadFacts
+from shardproof.evidence.records import ComparisonRow
 from shardproof.workloads import for_case
 
 NEEDS: Needs = ("values", "every rank")
@@ -177,8 +176,7 @@ def decide(figures: Figures) -> Outcome:
     unseen = [row.skip for row in figures.compared.get("equivalence", []) if row.skip]
     if unseen and not tally.wrong:
         return Outcome("equivalence", "undecidable", "; ".join(unseen), tally.worst, found)
-    outcome = tally.outcome("equivalence", found)
-    return outcome if tally.wrong else replace(outcome, message=extra_state.coarser(figures))
+    return tally.outcome("equivalence", found)
 
 
 def judged_lane(figures: Figures) -> Lane:
@@ -275,7 +273,7 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             if point == "after_clip" and clips_unseen(evidence, step):
                 continue
             state = evidence.observed(step, point, "gradients")
-            _check_names(state, wanted, step, point, evidence.workload)
+            _check_names(state, wanted, step, point, evidence.workload.frozen)
             held, moment = state.first(), Moment(rows, step, point, failure)
             ratios = working_precision.ratios(held, alone, wanted, regions)
             noise = working_precision.noise(held, wanted, regions, unit)
@@ -360,17 +358,14 @@ def _check_names(
     expected: Mapping[str, object],
     step: int,
     phase: str,
-    workload: WorkloadFacts | None = None,
+    frozen: Collection[str] = (),
 ) -> None:
-    """Whether all of ``expected`` is there and no more; of gradients ``workload`` knows why."""
     if state.problems:
         raise Lacking(f"step {step}, {phase}: " + "; ".join(state.problems[:3]))
     missing = [name for name in expected if name not in state.tensors]
     extra = [name for name in state.tensors if name not in expected]
-    if workload is not None and phase in ("gradients_final", "after_clip"):
-        frozen = {*workload.parameter_names} - {*workload.trainable_names}
-        if thawed := [name for name in extra if name in frozen]:
-            raise Lacking(f"step {step}, {phase}: frozen parameters have gradients: {some(thawed)}")
+    if thawed := [name for name in extra if name in frozen]:
+        raise Lacking(f"step {step}, {phase}: frozen parameters have gradients: {some(thawed)}")
     texts = [f"no rank holds {some(missing)}"] if missing else []
     texts += [f"{some(extra)}, which the oracle does not have"] if extra else []
     if texts:
@@ -405,7 +400,7 @@ def _compare_all(
     zeros: bool = False,
 ) -> None:
     """Every replica of every tensor against ``truth``; power-tested; zero slices by their floor."""
-    _check_names(state, truth, step, phase, evidence.workload)
+    _check_names(state, truth, step, phase, evidence.workload.frozen)
     regions = evidence.workload.zero_gradient if zeros else {}
     floor = 0.0
     # Under mixed precision a rank may hold parameters as it computes with them, beside masters.

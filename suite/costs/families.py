@@ -103,14 +103,12 @@ class Family:
         for kind in (*self.cut, *self.whole):
             if not any(kind in own.elements for own in shown.values()):
                 continue  # its point is none that every step reaches
-            tensors = [*_TENSORS[kind](facts.parameters, facts.step)]
-            numels = [t.numel for t in tensors]
+            having = {t.name: t.numel for t in _TENSORS[kind](facts.parameters, facts.step)}
+            numels = [*having.values()]
             # Of parameters that have no such state in this step, frozen ones say, nothing counts.
-            others = {t.name for t in facts.parameters} - {t.name for t in tensors}
-            counts = {
-                rank: sum(n for name, n in own.elements.get(kind, {}).items() if name not in others)
-                for rank, own in shown.items()
-            }
+            others = {t.name for t in facts.parameters} - {*having}
+            held = {rank: own.elements.get(kind, {}) for rank, own in shown.items()}
+            counts = {r: sum(own[n] for n in {*own} - others) for r, own in held.items()}
             if kind == "optimizer" and not any(counts.values()):
                 continue  # SGD without momentum has no state
             if kind in self.cut:

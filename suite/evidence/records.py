@@ -311,6 +311,11 @@ class WorkloadFacts(Stored):
     widest: str = "float64"
     beside_loss: str = ""
 
+    @property
+    def frozen(self) -> set[str]:
+        """Parameters that are not trained."""
+        return {*self.parameter_names} - {*self.trainable_names}
+
 
 @dataclass(frozen=True, slots=True)
 class OracleStep:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardproof import verdicts
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
-from shardproof.cases.verdict import unless_left_out, verdict_of
+from shardproof.cases.verdict import verdict_of
 from shardproof.checks import Outcome
 from shardproof.checks.equivalence import _check_names
 from shardproof.checks.numbers import Lacking, Tally
@@ -137,9 +137,11 @@ def test_what_checks_add_up_to(outcomes: list[Outcome], verdict: str) -> None:
 
 def test_what_a_call_asks_by_name_must_be_judged() -> None:
     numbers, relation = Outcome("equivalence", "pass"), Outcome("relations", "skip", "one share")
-    assert unless_left_out([numbers], "pass", "") == ("pass", "")
-    found = unless_left_out([numbers, relation], "pass", "")
-    assert found == ("skip", "relations: one share (pass without it)")
+    assert verdict_of([numbers, relation]) == ("pass", "")
+    found = verdict_of([numbers, relation], ["relations"])
+    assert found == ("skip", "relations: one share (other checks passed)")
+    broken = Outcome("replicas", "fail", "differ")
+    assert verdict_of([numbers, relation, broken], ["relations"])[0] == "fail"
 
 
 def test_what_is_frozen_is_no_part_of_what_a_family_cuts() -> None:
@@ -154,9 +156,8 @@ def test_what_is_frozen_is_no_part_of_what_a_family_cuts() -> None:
     assert "each holds all 4 elements" in family.problem(cast(Any, facts), whole, 2.0)
     state = Assembled()
     state.tensors = {name: {0: torch.ones(4)} for name in ("w", "still")}
-    names = SimpleNamespace(parameter_names=["w", "still"], trainable_names=["w"])
     with pytest.raises(Lacking, match="frozen parameters have gradients: 'still'"):
-        _check_names(state, {"w": None}, 0, "gradients_final", cast(Any, names))
+        _check_names(state, {"w": None}, 0, "gradients_final", {"still"})
 
 
 def step(**fields: Any) -> TruthStep:

@@ -26,10 +26,9 @@ from shardproof.checks.causes.fits import some
 from shardproof.checks.numbers import REPLAY_ULPS, Differs, Lacking, Moment, within_ulps
 from shardproof.checks.one_update import wide
 from shardproof.contract import Now
-from shardproof.evidence.assembled import Assembled, Evidence, Figures
+from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.evidence.records import ComparisonRow
 from shardproof.oracle.asked import follows_of
-from shardproof.registry import follows
 from shardproof.registry.follows import EQUAL, SETTING, Follows
 
 Tensors = Mapping[str, Tensor]
@@ -174,26 +173,6 @@ def _without_power(evidence: Evidence, rules: Follows) -> Iterator[ComparisonRow
         bound = f"{REPLAY_ULPS} ULP of {kept[rule]}, in which it is held"
         remedy = "whether it moves is not seen: hold it in a wider dtype"
         yield ComparisonRow(skip=f"{what} ({bound}); {remedy}")
-
-
-def coarser(figures: Figures) -> str:
-    """Which state is held in a coarser dtype than the parameters that it follows; empty: none."""
-    rules = follows.of_rules(figures.declaration.follows, figures.case.optimizer)
-    dtypes = {row.name: row.dtype for row in figures.tensors if row.kind == "parameters"}
-    found: dict[tuple[str, str, str], None] = {}
-    for row in figures.tensors if rules else ():
-        rule, owner = (row.kind == "extra" and rules.rule_of(row.name)) or (None, "")
-        if rule is None or owner not in dtypes:
-            continue
-        held, followed = (getattr(torch, dtype) for dtype in (row.dtype, dtypes[owner]))
-        is_float = held.is_floating_point and followed.is_floating_point
-        if is_float and torch.finfo(held).eps > torch.finfo(followed).eps:
-            found[rule.name, row.dtype, dtypes[owner]] = None
-    return "; ".join(
-        f"{name!r} is held in {held}, coarser than its parameters ({of}): compared within "
-        f"{REPLAY_ULPS} ULP of {held}"
-        for name, held, of in found
-    )
 
 
 # ------------------------------------------------------------------------------------------ causes
