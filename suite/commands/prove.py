@@ -114,8 +114,8 @@ def prove(
     has a step more on the default workload, the first, in which the head alone has a gradient, so
     that a rank's whole share has none (one world alone: in a case of its own).  An optimizer by its
     name decays weights by 0.1 and warms up for 2 steps; an ``OptimizerSpec`` is taken as it is.
-    Defaults leave out parameter groups (the trait ``two_groups``), clipping, loss scaling, buffers, uneven batches, other
-    traits, backends and dtypes, and steps after the third.
+    Defaults leave out parameter groups (the trait ``two_groups``), clipping, loss scaling, buffers,
+    uneven batches, other traits, backends and dtypes, and steps after the third.
 
     Meshes are ``{axis: world}`` for every one of ``worlds``, ``axis`` being the one that the
     implementation claims unless given; or ``meshes`` as given, which a strategy of several axes
