@@ -134,7 +134,7 @@ def test_state_by_other_names_is_refused_and_none_is_needed() -> None:
     plain = OptimizerSpec("sgd", momentum=0.0)
     frame = prove(optimizer=own.OwnSlots, settings=plain, **BOTH)
     assert set(frame["verdict"]) == {"pass"}, list(frame["reason"])
-    (row,) = prove(optimizer=own.without_groups, worlds=2).to_dict("records")
+    row, _ = prove(optimizer=own.without_groups, worlds=2).to_dict("records")
     assert row["verdict"] == "refused"
     assert "gives a WithoutGroups without zero_grad, param_groups" in row["reason"]
 
