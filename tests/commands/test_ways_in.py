@@ -62,7 +62,7 @@ def test_the_fixture_judges_a_class_in_anybodys_tests(tmp_path: Path) -> None:
         "from adopted import BecameDDP, GreedyZero1\n"
         "ARGUMENTS = {'worlds': (2,), 'optimizer': 'adamw'}\n"
         "def test_sound(shardproof):\n"
-        "    assert list(shardproof(GreedyZero1, **ARGUMENTS)['verdict']) == ['pass']\n"
+        "    assert list(shardproof(GreedyZero1, **ARGUMENTS)['verdict']) == ['pass', 'pass']\n"
         "def test_defective(shardproof):\n"
         "    shardproof(BecameDDP, **ARGUMENTS)\n"
         "def test_elsewhere(shardproof):\n"
@@ -71,7 +71,7 @@ def test_the_fixture_judges_a_class_in_anybodys_tests(tmp_path: Path) -> None:
     done = pytest_here("-q", "-rs", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "2 failed, 1 passed" in done.stdout, done.stdout
-    assert "1 of 1 cases:" in done.stdout and "nothing is sharded on any rank" in done.stdout
+    assert "2 of 2 cases:" in done.stdout and "nothing is sharded on any rank" in done.stdout
     assert "nothing was judged: " in done.stdout and "has no axis tensor" in done.stdout
 
 
