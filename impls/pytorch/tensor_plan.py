@@ -103,6 +103,10 @@ class TensorPlan(PyTorchTensorParallel):
         """Nothing special."""
         return nullcontext()
 
+    def backward(self, loss: Tensor) -> None:
+        """Nothing special: no option leaves logits cut."""
+        loss.backward()
+
 
 def _matches(name: str, key: str) -> bool:
     """torch's rule: part by part, with wildcards."""

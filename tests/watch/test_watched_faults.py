@@ -280,7 +280,8 @@ SOON = ("one_rank_waits_for_ever", "ranks_wait_in_backward")
 #: What docs/watch.md says that it finds, and the faults here that are such.
 PLANTED = {
     "initial parameters differ": {"another_seed_and_no_broadcast"},
-    "a constant table below `DistributedDataParallel` differs": {"one_rank_has_another_table"},
+    "a constant table below `DistributedDataParallel` differs, "
+    "also with `broadcast_buffers=False`": {"one_rank_has_another_table"},
     "gradients differ (a rank was not averaged)": {
         *("parts_when_one_rank_stops_reducing", "one_rank_changes_its_gradient")
     },
