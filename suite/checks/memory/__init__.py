@@ -20,7 +20,8 @@ Where gradients are gone when a step ends, the next forward of a step of one mic
 *Cannot see* how large activations and buffers grow (measured, not judged), what an
 allocator rounds up, or a backend whose threads free late: on gloo memory is measured for systems
 that need processes only.  A buffer that a rank owns no part of counts as communication, not as
-gradients.
+gradients.  Nor what lives within one backward, as long as the largest sum is below its bound: a
+gradient that is copied into its bucket and kept until the bucket is reduced.
 """
 
 from __future__ import annotations
