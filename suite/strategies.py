@@ -53,6 +53,11 @@ class Strategy:
     #: Options with which it shards nothing and is of the family of plain replication.
     unsharded: Mapping[str, Any] = field(default_factory=dict)
 
+    def implied(self, options: Mapping[str, Any]) -> frozenset[str]:
+        """The features of the profile, without those that ``options`` turn off."""
+        off = (n for n, (key, value) in OFF_BY.items() if options.get(key, not value) == value)
+        return self.profile.difference(off)
+
     @property
     def is_known(self) -> bool:
         """Whether it has a record; :func:`of` gives an empty one for every other name."""
@@ -145,6 +150,8 @@ TRAIT_FEATURES: Mapping[str, str] = {
     "frozen": "frozen_parameters",
     "rebound_buffer": "buffer_broadcast",
 }
+#: Features that an option turns off, whoever has it: its name, and the value that does.
+OFF_BY: Mapping[str, tuple[str, bool]] = {"buffer_broadcast": ("broadcast_buffers", False)}
 
 
 class BrokenStrategy(InputError):

@@ -57,14 +57,16 @@ def decide(evidence: Figures) -> Outcome:
 
 
 def _profile(evidence: Figures) -> str:
-    """At depth ``layout`` the claimed strategy is known, and each of its features is declared."""
+    """At depth ``layout`` the claimed strategy is known, and each of its features is declared, but
+    for those that the case's options turn off.
+    """
     if evidence.depth != "layout":
         return ""
     claimed = strategies.of(evidence.declaration.strategy)
     if not claimed.is_known:
         known = ", ".join(sorted(strategies.in_tree()))
         return f"unknown strategy {claimed.name!r}; known: {known}"
-    missing = sorted(claimed.profile - set(evidence.declaration.features))
+    missing = sorted(claimed.implied(evidence.case.options) - evidence.declaration.features)
     return f"claims {claimed.name!r} but lacks: {', '.join(missing)}" if missing else ""
 
 

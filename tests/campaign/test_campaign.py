@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import here
 
-from shardproof import registry, workloads
+from shardproof import registry, strategies, workloads
 from shardproof.campaign import draws, systems
 from shardproof.campaign.varied import other, scaled
 from shardproof.case import Case
@@ -52,6 +52,23 @@ def test_every_drawn_case_can_be_run(first: list[Case]) -> None:
         assert not declaration.excludes_case(case, ""), case.id
         workloads.check(case.workload)
         assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+
+
+def test_no_drawn_option_turns_off_what_a_strategy_implies(first: list[Case]) -> None:
+    lacking = {}
+    for case in first:
+        declared = _declared(case)
+        implied = strategies.of(declared.strategy).implied(case.options)
+        if declared.depth == "layout" and (missing := implied - declared.features):
+            lacking[case.implementation] = (case.options, missing)
+    assert not lacking
+
+
+def test_a_feature_is_asked_for_unless_its_option_is_off() -> None:
+    ddp, feature = strategies.of("ddp"), {"buffer_broadcast"}
+    assert ddp.profile - ddp.implied({"broadcast_buffers": False}) == feature
+    for options in ({}, {"broadcast_buffers": True}, {"other": False}):
+        assert ddp.implied(options) == ddp.profile
 
 
 @pytest.mark.parametrize("name", ["plain", "deepspeed/pipeline", "deepspeed/zero1"])
