@@ -163,6 +163,8 @@ def decide(figures: Figures) -> Outcome:
     found: dict[str, object] = {"compared": tally.compared, "not_tested": sorted(tally.not_tested)}
     if lane != figures.case.lane:
         found["judged_in"] = lane
+    if narrow := _narrower(figures):
+        found["not_judged"] = {"further_state": f"digits beyond {narrow}, in which it is held"}
     if lane == "working_precision":
         found["factor"] = working_precision.factor(figures)
     replayed = {name: getattr(figures.oracle, name) for name in ("updates", "stale", "behind")}
@@ -177,6 +179,13 @@ def decide(figures: Figures) -> Outcome:
     if unseen and not tally.wrong:
         return Outcome("equivalence", "undecidable", "; ".join(unseen), tally.worst, found)
     return tally.outcome("equivalence", found)
+
+
+def _narrower(figures: Figures) -> str:
+    """In which dtypes further state is held that have fewer digits than the model's."""
+    held = {r.dtype for r in figures.tensors if r.kind == "extra" and r.dtype in LOSS_BOUNDS}
+    unit = working_precision.round_off
+    return " and ".join(sorted(d for d in held if unit(d) > unit(figures.case.dtype)))
 
 
 def judged_lane(figures: Figures) -> Lane:

@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardproof import OwnWorkload, contract
+from shardproof.checks import equivalence
 from shardproof.contract import Capabilities, Now, OptimizerSpec
 from shardproof.registry import follows
 
@@ -74,9 +77,11 @@ SCENARIOS = {
     "unseen": (GPT, "FrozenInBfloat16 WithoutRulesApart WithoutRulesStill", "2"),
     "broken": (
         GPT,
-        "CountsMicroBatches LacksOne Invents EqualButStill EqualButApart ScheduledLate GivenOfOne",
+        "CountsMicroBatches LacksOne Invents EqualButStill EqualButApart ScheduledLate GivenOfOne "
+        "DecaysSlower IsTheParameter DecaysTwice UsesMomentum RoundsOne",
         "2",
     ),
+    "adamw": (GPT, "DecaysTwice UsesBetas UsesEps", "2"),
     "moved": (OWN, "MovesBuffer", "1, 3"),
     "unusable": (GPT, "ScheduledByDivision ScheduledByItself", "2"),
     "unmoved": (OWN, "MovesByLocalCounts ForgetsToMove", "2"),
@@ -86,7 +91,7 @@ SCENARIOS = {
     "wrong-terms": (
         EXPERTS.replace("SCOPE", "global"),
         "TermOfThisRank TermOfMicroBatches TermTimesRanks LeavesTermsOut Version2 "
-        "PullTimesRanks PullsNothing PullOfThisRank",
+        "PullTimesRanks PullsNothing PullOfThisRank TermOfEach TermOfTheFirst",
         "2",
     ),
 }
@@ -100,6 +105,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[t
     for name, (workload, systems, ranks) in SCENARIOS.items():
         classes = ", ".join(f'"followed:{system}"' for system in systems.split())
         text = SCENARIO.replace("NAME", name).replace("WORKLOAD", workload)
+        text = text.replace("sgd", "adamw") if name == "adamw" else text
         files.append(folder / f"{name}.yaml")
         files[-1].write_text(text.replace("SYSTEMS", classes).replace("RANKS", ranks))
     paths = (ROOT, ROOT / "tests/support", Path(__file__).parent)
@@ -139,6 +145,14 @@ def test_sound_systems_pass(told: dict[str, dict[str, list[tuple[str, str]]]]) -
             "the update used optimizer.weight_decay of step 0, not of step 1",
         ),
         ("broken", "GivenOfOne", "'largest'"),
+        ("broken", "DecaysSlower", "'average.*' is 0.9 * was + 0.1 * parameter: does not"),
+        ("broken", "IsTheParameter", "'average.*' is the parameter itself: does not"),
+        ("broken", "DecaysTwice", "equivalence: weight decay was applied twice: "),
+        ("broken", "UsesMomentum", "equivalence: the update used momentum 0.8, not 0.9: "),
+        ("broken", "RoundsOne", "is rounded to bfloat16: differs from"),
+        ("adamw", "DecaysTwice", "equivalence: weight decay was applied twice: "),
+        ("adamw", "UsesBetas", "the update used betas (0.9, 0.999), not (0.9, 0.95): "),
+        ("adamw", "UsesEps", "the update used eps 0.0001, not 1e-08: "),
         ("unmoved", "MovesByLocalCounts", "'bias'"),
         ("unmoved", "ForgetsToMove", "'bias' stands as it was before step 0"),
         (
@@ -148,6 +162,16 @@ def test_sound_systems_pass(told: dict[str, dict[str, list[tuple[str, str]]]]) -
         ),
         ("wrong-terms", "TermOfMicroBatches", "'balance' is computed over each micro-batch"),
         ("wrong-terms", "TermTimesRanks", "'balance' counts 2 times"),
+        (
+            "wrong-terms",
+            "TermOfEach",
+            "'balance' is computed over each micro-batch of all ranks, not over the global batch",
+        ),
+        (
+            "wrong-terms",
+            "TermOfTheFirst",
+            "'balance' is computed over the first micro-batch of all ranks, not over the global",
+        ),
         ("wrong-terms", "LeavesTermsOut", "'balance' was left out"),
         (
             "wrong-terms",
@@ -229,6 +253,17 @@ def test_a_class_of_version_2_is_not_asked_for_terms_over_the_global_batch(
 ) -> None:
     [(verdict, reason)] = told["wrong-terms"]["Version2"]
     assert (verdict, "no loss term of scope 'global'" in reason) == ("skip", True)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "says"),
+    [(["float64", "int64"], ""), (["float32", "float64", "bfloat16"], "bfloat16 and float32")],
+)
+def test_further_state_that_is_held_narrower_is_told(dtypes: list[str], says: str) -> None:
+    rows = [SimpleNamespace(kind="extra", dtype=dtype) for dtype in dtypes]
+    rows.append(SimpleNamespace(kind="gradients", dtype="float16"))
+    figures: Any = SimpleNamespace(tensors=rows, case=SimpleNamespace(dtype="float64"))
+    assert equivalence._narrower(figures) == says
 
 
 @pytest.mark.parametrize(

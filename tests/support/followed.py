@@ -105,6 +105,20 @@ class Averaging(ByHand):
         return {**self.average, "updates": self.count}
 
 
+class DecaysSlower(Averaging):
+    """The average has another decay than is declared."""
+
+    rules: ClassVar = {**Averaging.rules, "average.*": average(0.8)}
+
+
+class IsTheParameter(Averaging):
+    """The average shares its memory with the parameter."""
+
+    def begin(self):
+        super().begin()
+        self.average = {f"average.{n}": p.detach() for n, p in self.named.items()}
+
+
 class CountsMicroBatches(Averaging):
     """The counter is moved once a micro-batch."""
 
@@ -320,6 +334,60 @@ class ForgetsToMove(MovesBuffer):
         self.model.load.zero_()
 
 
+# ---------------------------------------------------------------------------------------- settings
+
+
+class DecaysTwice(ByHand):
+    """Parameters decay by hand, and in the optimizer once more."""
+
+    @torch.no_grad()
+    def update(self, batch):
+        for p in self.named.values():
+            p.mul_(1 - self.spec.lr_at(batch.step) * self.spec.weight_decay)
+        super().update(batch)
+
+
+class Uses(ByHand):
+    """The optimizer has other settings than are given."""
+
+    other: ClassVar = {}
+
+    def begin(self):
+        for group in self.optimizer.param_groups:
+            group.update(self.other)
+
+
+class UsesMomentum(Uses):
+    """SGD."""
+
+    other: ClassVar = {"momentum": 0.8}
+
+
+class UsesBetas(Uses):
+    """AdamW: one of both."""
+
+    other: ClassVar = {"betas": (0.9, 0.999)}
+
+
+class UsesEps(Uses):
+    """AdamW."""
+
+    other: ClassVar = {"eps": 1e-4}
+
+
+class RoundsOne(ByHand):
+    """The gradient of one parameter is rounded."""
+
+    def step(self, batch, observe):
+        def rounding(point):
+            p = list(self.named.values())[3]
+            if point == "gradients_final":
+                p.grad.copy_(p.grad.bfloat16())
+            observe(point)
+
+        return super().step(batch, rounding)
+
+
 # -------------------------------------------------------------------------------------- loss terms
 
 
@@ -399,6 +467,33 @@ class TermOfMicroBatches(AddsTerms):
             loss = loss + sum(t.value(t.statistics(outputs, micro)) for t in self.build.terms)
             loss.backward()
             total += loss.detach()
+        return total
+
+
+class TermOfEach(AddsTerms):
+    """The term is computed over all ranks, and anew for each micro-batch."""
+
+    def backward(self, batch):
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in batch.micro_batches:
+            one = replace(batch, windows=((micro,),))
+            total += super().backward(one)
+        return total
+
+
+class TermOfTheFirst(AddsTerms):
+    """The term is that of the first micro-batch of all ranks."""
+
+    def backward(self, batch):
+        kept, self.build.terms = self.build.terms, []
+        total = super().backward(batch)
+        self.build.terms = kept
+        micro = batch.micro_batches[0]
+        with torch.no_grad():
+            outputs = self.model(micro.inputs)
+            for term in kept:
+                value = term.value(self.whole(term, term.statistics(outputs, micro)))
+                total += self.share(term, value)
         return total
 
 

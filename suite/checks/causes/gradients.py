@@ -37,6 +37,8 @@ _MOST_PAIRS = 200
 _ROUNDED = {"float32": (1e-9, 1e-6, 1e-4), "bfloat16 or float16": (1e-5, 1e-2, 0.2)}
 #: Cases in these may be rounded to something narrower.
 _WIDER = {"float32": ("float64",), "bfloat16 or float16": ("float64", "float32")}
+#: Dtypes to which gradients in float64 may be rounded; what has the digits of one has the next's.
+_NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 #: How far from a whole number the counts of an exchange are at most.
 _MOST_OFF = 0.1
 #: What rounding on the way leaves over of compressed sums, relative.
@@ -198,6 +200,10 @@ class _Sums:
             fits_it = len(errors) > 2 and low < median(errors) < high and usual[-1] < most
             if fits_it and self.lowest in _WIDER[dtype]:
                 return f"{len(pairs)} gradients are as wrong as rounding to {dtype} makes them"
+        copies = [(c, self.truth[n]) for n in self.wrong for c in self.state.tensors[n].values()]
+        for narrow in _NARROWER if self.lowest == "float64" else ():
+            if all(_is_rounded(copy, truth, narrow) for copy, truth in copies):
+                return f"{some(self.wrong)} is rounded to {str(narrow).removeprefix('torch.')}"
         return ""
 
     def of_copies(self) -> str:
@@ -370,6 +376,14 @@ class _Sums:
         """Parameters that several modules have."""
         facts = self.evidence.model_facts
         return {t.name for t in facts.parameters if len(t.owners) > 1} if facts else set()
+
+
+def _is_rounded(held: Tensor, truth: Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``held`` has no digit that ``dtype`` lacks, and is ``truth`` but for these."""
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal * info.eps
+    near = torch.allclose(held.double(), truth.double(), rtol=info.eps, atol=smallest)
+    return near and bool(truth.any()) and torch.equal(held.to(dtype).to(held.dtype), held)
 
 
 def _shares_in(choice: Mapping[str, float]) -> str:

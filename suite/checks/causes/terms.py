@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product, zip_longest
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -15,10 +17,14 @@ from shardproof.oracle import training
 from shardproof.workloads import for_case
 
 #: How the parts of the batch are called over which a term is computed.
-_OVER: Mapping[Scope, str] = {
+#: The last ones are no scopes.
+_OVER: Mapping[str, str] = {
     "micro-batch": "each micro-batch",
     "rank": "each rank",
     "global": "the global batch",
+    "each": "each micro-batch of all ranks",
+    "first": "the first micro-batch of all ranks",
+    "last": "the last micro-batch of all ranks",
 }
 #: Relative to the loss: two ways to compute a term must differ by more to be told apart.
 _WITHIN = 1e-9
@@ -54,7 +60,7 @@ def of_term_gradients(evidence: Evidence, step: int, held: fits.Tensors) -> str:
     got, want, *right = (fits.flat(tensors, truth, names) for tensors in (held, truth, *own))
     for term, pull in zip(terms, right, strict=True):
         # The own scope first: where two are the same part of the batch, it tells no scope.
-        for scope in sorted(_OVER, key=lambda one: one != term.scope):
+        for scope in sorted(get_args(Scope), key=lambda one: one != term.scope):
             other = fits.flat(_pulled(evidence, step, term, scope), truth, names)
             #     held = truth - what the term adds + times x what it adds over ``scope``
             gap, size = got - want + pull, float(other @ other)
@@ -65,7 +71,7 @@ def of_term_gradients(evidence: Evidence, step: int, held: fits.Tensors) -> str:
     return ""
 
 
-def _otherwise(term: LossTerm, scope: Scope, times: float, known: Mapping[str, float]) -> str:
+def _otherwise(term: LossTerm, scope: str, times: float, known: Mapping[str, float]) -> str:
     if abs(times) <= _APART:
         return "was left out"
     over = f"is computed over {_OVER[scope]}, not over {_OVER[term.scope]}"
@@ -100,27 +106,26 @@ def _statistics(
     return [training.statistics(workload, precision, state, batch, terms) for state, batch in pairs]
 
 
-def _values(term: LossTerm, parts: Sequence[Sequence[Tensor]]) -> dict[Scope, float]:
-    """The term over each scope, added up."""
+def _values(term: LossTerm, parts: Sequence[Sequence[Tensor]]) -> dict[str, float]:
+    """The term over each scope, and in each way that no scope has, added up."""
     ranks = [torch.stack([*own]).sum(0) for own in parts if own]
+    each = zip_longest(*parts, fillvalue=torch.zeros_like(ranks[0]))
+    by_number = [float(term.value(torch.stack(own).sum(0))) for own in each]
     return {
         "micro-batch": sum((float(term.value(one)) for own in parts for one in own), 0.0),
         "rank": sum((float(term.value(own)) for own in ranks), 0.0),
         "global": float(term.value(torch.stack(ranks).sum(0))),
+        "each": sum(by_number),
+        "first": by_number[0],
+        "last": by_number[-1],
     }
 
 
 def _tries(
-    evidence: Evidence, step: int, term: LossTerm, values: Mapping[Scope, float]
+    evidence: Evidence, step: int, term: LossTerm, values: Mapping[str, float]
 ) -> Iterator[tuple[float, str]]:
-    yield 0.0, "was left out"
-    factors = {name: float(number) for name, number in fits.known(evidence, step).items()}
-    counted = [(1.0, "")]
-    for name, number in factors.items():
-        counted += [(n, f"counts {n:.4g} times ({name}: {number:g})") for n in (number, 1 / number)]
-    for times, how in counted:
-        for scope, value in values.items():
-            over = f"is computed over {_OVER[scope]}, not over {_OVER[term.scope]}"
-            sentence = " and ".join(filter(None, (over if scope != term.scope else "", how)))
-            if sentence:
-                yield times * value, sentence
+    known = fits.known(evidence, step)
+    factors = [times for number in known.values() for times in (number, 1 / number)]
+    for times, scope in product((0.0, 1.0, *factors), values):
+        if sentence := _otherwise(term, scope, times, known):
+            yield times * values[scope], sentence

@@ -5,9 +5,9 @@ Of ranks that train alone also what made a wrong meeting: forgotten, early, or o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ _LEFT_OVER = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.1, "float16": 0.1}
 _LEFT_OVER_OF_A_MEETING = 1e-6
 #: Said of an update that is right for what it began with.
 _HELD = "the update is that of the state and the gradients that are held: these are wrong"
+#: Settings that optimizers often have.
+_USUAL: Mapping[str, Mapping[str, Sequence[Any]]] = {
+    "sgd": {"momentum": (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)},
+    "adamw": {
+        "betas": [*product((0.8, 0.9, 0.95), (0.95, 0.98, 0.99, 0.999))],
+        "eps": [10.0**-n for n in range(3, 16)],
+    },
+}
 #: Parameters of one shape of which pairs are tried for an exchange.
 _MOST_OF_A_SHAPE = 12
 
@@ -98,7 +106,7 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
             if _is_made(wrong[rank], made):
                 found[rank] = sentence
     if not wrong or not all(found.values()):
-        return ""
+        return "" if wrong else _of_slots(evidence, update, step)
     rank, sentence = next(iter(found.items()))
     what = "" if len(bad) == len(truth) else f" ({some(bad)})"
     names = {r: {place.piece.name for place in own} for r, own in wrong.items()}
@@ -148,9 +156,12 @@ def _tries(
                 late = f"the update used {told} of step {number}, not of step {step}"
                 yield of(spec=changed), late
     decays = [spec.weight_decay, *(group.weight_decay for group in spec.groups)]
+    own = [spec.weight_decay if decay is None else decay for decay in decays]
     if any(decays):
         yield of(spec=_decayed(spec, [0.0] * len(decays))), "weight decay was left out"
-    own = [spec.weight_decay if decay is None else decay for decay in decays]
+        kept, twice = 1 - spec.lr_at(step) * spec.weight_decay, "weight decay was applied twice"
+        yield of(spec=_decayed(spec, [2 * decay for decay in own])), twice
+        yield of(before={name: kept * t for name, t in update.before.items()}), twice
     for order in permutations(own) if 1 < len(own) <= 4 else ():
         if list(order) != own:
             other = "the weight decay of another parameter group was applied"
@@ -177,6 +188,26 @@ def _tries(
         held = evidence.observed(step - 1, "after_update", "parameters").first()
         rounded = {n: t.to(update.before[n].dtype) for n, t in held.items()}
         yield of(before=rounded), "the update began with the rounded parameters, not with masters"
+    yield from ((of(spec=other), sentence) for other, sentence in _others(spec))
+
+
+def _others(spec: OptimizerSpec) -> Iterator[tuple[OptimizerSpec, str]]:
+    """Specs with a setting that is usual, and not that of ``spec``."""
+    for name, values in _USUAL[spec.name].items():
+        used = getattr(spec, name)
+        for value in (value for value in values if value != used):
+            yield replace(spec, **{name: value}), f"the update used {name} {value}, not {used}"
+
+
+def _of_slots(evidence: Evidence, update: Update, step: int) -> str:
+    """A sentence on optimizer state of right parameters; empty: nothing explains it."""
+    slots = evidence.observed(step, "after_update", "optimizer").first()
+    # First of all as it must be: where that is near, no setting is to blame.
+    for spec, sentence in ((update.spec, ""), *_others(update.spec)):
+        made = replace(update, spec=spec).make().slots
+        if fits.all_equal(slots, made, [*made], fits.limit_of(evidence)):
+            return sentence
+    return ""
 
 
 def _swaps(update: Update, wrong: Sequence[str]) -> Iterator[tuple[Callable[[], Tensors], str]]:

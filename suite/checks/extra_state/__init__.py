@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardproof.checks import causes
-from shardproof.checks.causes.fits import some
+from shardproof.checks.causes.fits import LEFT_OVER, multiple, some
 from shardproof.checks.numbers import REPLAY_ULPS, Differs, Lacking, Moment, within_ulps
 from shardproof.checks.one_update import wide
 from shardproof.contract import Now
@@ -187,8 +187,24 @@ def _cause(evidence: Evidence, rules: Follows, step: int) -> str:
     state = _held(evidence, step).tensors
     apart = [name for name in wrong if len(wrong[name]) < len(state[name])]
     which = dict.fromkeys(r.name for name in wrong if (r := rules.rule_of(name)[0]))  # type: ignore[index]
-    told = found or (["differs between ranks"] if apart else [])
+    told = found or ["differs between ranks"] * bool(apart)
     return f"{some([*which])} {', or '.join(told)}" if told else ""
+
+
+def _as_average(rules: Follows, pairs: Sequence[tuple[Tensor, str]], now: Now) -> list[str]:
+    """Which average of its parameter wrong state is instead; empty: none."""
+    held, was = dict[str, Tensor](), dict[str, Tensor]()
+    for number, (copy, name) in enumerate(pairs):
+        parameter = now.parameters.get(rules.rule_of(name)[1])  # type: ignore[index]
+        if parameter is None or name not in now.was:
+            return []
+        new = parameter.double()
+        held[str(number)], was[str(number)] = copy.double() - new, now.was[name].double() - new
+    times = multiple(held, was, LEFT_OVER["float64"])
+    if times is None or times == 1:
+        return []
+    average = f"is {times:.6g} * was + {1 - times:.6g} * parameter"
+    return [average if abs(times) > LEFT_OVER["float64"] else "is the parameter itself"]
 
 
 def _explained(
@@ -202,11 +218,13 @@ def _explained(
     }
     wrong = {name: copies for name, copies in held.items() if copies}
     pairs = [(copy, name) for name, copies in wrong.items() for copy in copies]
-    return wrong, [
+    found = [
         sentence
         for values, sentence in _tries(evidence, rules, [*wrong], now)
         if pairs and all(name in values and _same(copy, values[name]) for copy, name in pairs)
     ]
+    # Last: what was updated twice, or late, is an average of another decay, too.
+    return wrong, found or _as_average(rules, pairs, now)
 
 
 def _tries(
