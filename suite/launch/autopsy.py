@@ -104,8 +104,11 @@ def find_mismatch(standings: Sequence[Standing]) -> Autopsy | None:
     those = {one.rank: one for one in standings if one.rank in differs.calls}
     strayed = _strayed(those, those)
     rank = differs.rank if strayed is None else strayed
-    where = those[rank].place
-    sentence = f"desync: {differs}" + (f" (rank {rank} {where})" if where else "")
+    other = next(
+        r for r, call in differs.calls.items() if call.digest != differs.calls[rank].digest
+    )
+    places = [f"rank {r} {those[r].place}" for r in (rank, other) if those[r].place]
+    sentence = f"desync: {differs}" + (f" ({', '.join(places)})" if places else "")
     return Autopsy("desync", sentence, rank)
 
 

@@ -72,6 +72,7 @@ def test_calls_that_differ_are_told_before_all_else_and_the_fewer_are_blamed() -
         one.sentence
     )
     assert "ranks 1-2 call all_reduce(sum, float64[4])" in one.sentence
+    assert one.sentence.endswith("(rank 0 in step (mine.py:0), rank 1 in step (mine.py:1))")
 
 
 def test_of_two_that_differ_the_one_that_left_its_own_order_is_blamed() -> None:
