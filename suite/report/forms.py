@@ -21,6 +21,7 @@ from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import Problem, SelectionError, printable, shown
 from shardproof.files import write_whole
 from shardproof.report import kills, summary
+from shardproof.report.cases import broken_lines
 from shardproof.report.looks import head, look
 from shardproof.report.section import TEMPLATES, rendered, safe
 from shardproof.report.sections import ABOVE, BELOW, sections
@@ -70,8 +71,9 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
 
 
 def markdown(run: Run) -> str:
-    """The README's tables: implementation x backend, options and worlds together; kill count."""
-    told = [text for part in (*ABOVE, *BELOW) if (text := part.readme(run))]
+    """The README's tables, below what broke: implementation x backend; kill count."""
+    tables = [text for part in (*ABOVE, *BELOW) if (text := part.readme(run))]
+    told = [*broken_lines(run), *tables]
     return "\n".join([*told, "", run.provenance]) + "\n"
 
 

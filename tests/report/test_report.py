@@ -393,6 +393,7 @@ def test_markdown_goes_between_the_markers(tmp_path: Path) -> None:
     assert "| reference/ddp | in_memory | 2, 3 | 1 fail, 1 pass |" in text
     assert "2 judged (1 fail, 1 pass), 0 xfailed, 1 skipped, 1 left out." in text
     assert "Planted faults: 1 of 2 killed" in text
+    assert text.startswith("## What broke\n") and "because" in text.split("| reference/ddp")[0]
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):
