@@ -57,6 +57,10 @@ class Autopsy:
     rank: int | None
 
 
+#: In paths of the suite's own code.
+_SUITE = "/shardproof/"
+
+
 @dataclass(frozen=True)
 class Mismatch:
     """Call ``number`` of a group, from 0, that its members made differently."""
@@ -107,7 +111,9 @@ def find_mismatch(standings: Sequence[Standing]) -> Autopsy | None:
     other = next(
         r for r, call in differs.calls.items() if call.digest != differs.calls[rank].digest
     )
-    places = [f"rank {r} {those[r].place}" for r in (rank, other) if those[r].place]
+    known = {r: those[r].place for r in (rank, other)}
+    # Of the rank that is not blamed only a line of the user's own helps.
+    places = [f"rank {r} {at}" for r, at in known.items() if at and (r == rank or _SUITE not in at)]
     sentence = f"desync: {differs}" + (f" ({', '.join(places)})" if places else "")
     return Autopsy("desync", sentence, rank)
 

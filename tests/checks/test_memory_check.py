@@ -19,6 +19,7 @@ from shardproof.case import WorkloadSpec
 from shardproof.cases import leader
 from shardproof.cases.runner import run_cases
 from shardproof.checks import Outcome, active, memory, overlap, traffic
+from shardproof.checks.memory import growth
 from shardproof.checks.results import CaseResult
 from shardproof.costs import CostModel, NoCostModel, cost_model_class
 from shardproof.costs.expression import CaseFacts
@@ -505,3 +506,32 @@ def test_reductions_that_all_leave_in_the_last_unit_fail(strategy: str) -> None:
         units = [event for event in record.events if event[1] == "backward" and event[2]]
         record.events = [event for event in record.events if event not in units[:-1]]
     assert told not in overlap.decide(found).message
+
+
+@pytest.mark.parametrize(
+    ("gradients", "kept", "leaks"),
+    [
+        ((9_000, 9_000, 9_000), (0, 2_000, 4_000), True),
+        # A parameter that is used in the first steps only: its part of the bucket is unclaimed.
+        ((9_000, 7_000, 5_000), (0, 2_000, 4_000), False),
+        ((9_000, 8_500, 8_500), (0, 2_000, 4_000), True),
+        ((5_000, 7_000, 9_000), (0, 2_000, 4_000), True),
+        ((9_000, 9_000, 9_000), (0, 2_000, 2_000), False),
+    ],
+)
+def test_memory_that_only_changes_its_class_does_not_grow(
+    gradients: tuple[int, ...], kept: tuple[int, ...], leaks: bool
+) -> None:
+    rows = [
+        SimpleNamespace(step=step, moment="mark", where="after_update", kind=kind, bytes=size)
+        for kind, sizes in (("gradients", gradients), ("temporary", kept))
+        for step, size in enumerate(sizes)
+    ]
+    record: Any = SimpleNamespace(rank=0, memory=rows, steps=[SimpleNamespace(windows=(1,))] * 3)
+    evidence: Any = SimpleNamespace(
+        steps=range(3),
+        workload=SimpleNamespace(parameter_names=("w",)),
+        case=SimpleNamespace(world=2),
+    )
+    said = growth.problem(evidence, record)
+    assert bool(said) == leaks

@@ -30,15 +30,19 @@ _ALIKE = 2
 
 def problem(evidence: Figures, record: RankRecord) -> str:
     """What grows on the rank of ``record``, and by how much; empty: nothing."""
-    held = dict.fromkeys(evidence.steps, 0)
+    held, beside = (dict.fromkeys(evidence.steps, 0) for _ in range(2))
     counted = {}
     for row in record.memory:
         if (row.moment, row.where) == ("mark", "after_update") and row.step in held:
             held[row.step] += row.bytes * (row.kind in _UNCLAIMED)
+            beside[row.step] += row.bytes * (row.kind == "gradients")
         elif row.moment == OBJECTS:
             counted[row.step] = row.bytes
     owner = f"rank {record.rank}"
-    if least := _least_growth([*held.values()], _BYTES):
+    # A part of a bucket whose parameter has no gradient any more is unclaimed, and nothing grows.
+    shrunk = beside[evidence.steps[0]] - beside[evidence.steps[-1]]
+    least = _least_growth([*held.values()], _BYTES)
+    if least and held[evidence.steps[-1]] - held[evidence.steps[0]] - shrunk >= least:
         what = f"memory grows in every step, by {least:,} bytes and more"
         return f"{owner}: {what}: tensors of each step are kept and never let go"
     tensors = len(evidence.workload.parameter_names) * evidence.case.world
