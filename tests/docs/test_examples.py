@@ -1,0 +1,98 @@
+"""Every file of examples/ runs as its docstring says, and prints the verdicts that it should."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.launches
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
+#: Most lines of a file.
+MOST = 60
+#: Command of a docstring -> its exit code and what its output must hold, in order.
+EXPECTED = {
+    "python examples/broken_ddp.py": (1, [r"fail: 2 ranks, fp64", r"fail: 3 ranks, fp64", "embed"]),
+    "python examples/broken_ddp.py --mended": (0, [r"pass: 2 ranks", r"pass: 3 ranks"]),
+    "python examples/communication_hook.py": (
+        0,
+        [r"mean, 3 ranks: pass", r"total, 3 ranks: fail .*every gradient is 3 times too large"],
+    ),
+    "python examples/sharded_optimizer.py": (
+        0,
+        [r"sharded, 2 ranks: pass", r"fixed_rate, 2 ranks: fail .*one-step replay"],
+    ),
+    "python examples/pipeline_schedule.py": (
+        0,
+        [r"Mine, 2 stages: pass", r"Scaled, 2 stages: fail .*2 times too small"],
+    ),
+    "python examples/sampler.py": (
+        0,
+        [r"DistributedSampler, .*pass", r"SameOrder, .*fail .*epoch 1 has the order of epoch 0"],
+    ),
+    "python examples/own_model.py": (
+        0,
+        [
+            rf"{system}, {ranks} ranks: pass"
+            for system in ("pytorch/ddp", "reference/zero1")
+            for ranks in (2, 3)
+        ],
+    ),
+    "shardproof watch examples/ddp_script.py --nproc 2": (0, [r"compared and equal"]),
+    "shardproof watch examples/ddp_script.py --nproc 2 -- --broken": (1, [r"fail: .*lr"]),
+    "torchrun --nproc-per-node 2 examples/torchrun_script.py": (
+        0,
+        [r"fail: initial parameters differ"],
+    ),
+}
+
+
+def commands(path: Path) -> list[str]:
+    """The commands after ``Run:`` in the docstring of ``path``."""
+    docstring = path.read_text().split('"""')[1]
+    return [
+        line.strip().removeprefix("Run: ")
+        for line in docstring.split("Run: ")[1].splitlines()
+        if line.strip()
+    ]
+
+
+def test_every_command_has_an_expected_output() -> None:
+    assert {c for path in EXAMPLES.values() for c in commands(path)} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_short(name: str) -> None:
+    assert len(EXAMPLES[name].read_text().splitlines()) < MOST
+
+
+@pytest.mark.parametrize("command", EXPECTED)
+def test_an_example_prints_its_verdicts(tmp_path: Path, command: str) -> None:
+    program, *given = shlex.split(command)
+    given = [str(ROOT / word) if word.startswith("examples/") else word for word in given]
+    start = {
+        "python": [sys.executable],
+        "shardproof": [sys.executable, "-m", "shardproof"],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    }[program]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = subprocess.run(
+        [*start, *given],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
+    code, lines = EXPECTED[command]
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    assert re.search(".*".join(lines), output, re.DOTALL), output
