@@ -18,7 +18,7 @@ PEERS_BLOCKS ?= 18
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compiled bench peers test launches slow clusters conformance coverage mutants mutants-changed ecosystem gpu gpu-short cluster image lock compare report docs lint format clean
+.PHONY: help setup compiled bench peers test launches slow clusters conformance coverage mutants mutants-changed ecosystem gpu gpu-short cluster image lock compare report docs generated lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing $(TORCH) into $(VENV) (1 GB, a few minutes, once) ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "$(TORCH)"
 	@echo "installing the pinned dependencies ..."
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,dev,cluster]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,dev,cluster,docs]"
 	@echo "installing the extra deepspeed (built from source, without compiled operators) ..."
 	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e ".[deepspeed]" >/dev/null 2>&1 \
 	&& echo "deepspeed is installed" \
@@ -111,7 +111,11 @@ lock: setup ## lock the packages of the images with hashes, in deploy/locks
 report: setup ## regenerate the tables of results/README.md from the newest run
 	@$(BIN)/shardproof report --into results/README.md
 
-docs: setup ## regenerate docs/bug-zoo.md and scenarios/conformance/quick.md
+docs: setup ## build the documentation site into build/docs; a warning is an error
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs . build/docs
+	@echo "open build/docs/index.html"
+
+generated: setup ## regenerate docs/bug-zoo.md and scenarios/conformance/quick.md
 	@$(BIN)/python docs/make_bug_zoo.py
 	@$(BIN)/python -m tools.shrink --page
 

@@ -57,7 +57,7 @@ VERDICTS = {
 REFERENCE = re.compile(r"([\w-]+/[\w.-]+)/(?:issues|pull|discussions)/([1-9]\d*)")
 
 HEAD = """\
-<!-- Generated: edit {data} or a declaration, then `make docs`. -->
+<!-- Generated: edit {data} or a declaration, then `make generated`. -->
 
 # Real faults, and the planted faults that stand for them
 
@@ -74,7 +74,7 @@ publicly reported fault. This page lists them.
 - Ids are labels. Gaps between them mean nothing.
 
 **Add one.** Add the real fault to `{data}`, name its id in the declaration
-(`@mutant(..., zoo=("ID",))`), and run `make docs`. The mechanism must be the same, not only the
+(`@mutant(..., zoo=("ID",))`), and run `make generated`. The mechanism must be the same, not only the
 symptom. [Add a check](add-a-check.md) shows how to plant a fault.
 
 ## Checks and verdicts that kill them
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not parser.parse_args(arguments).check:
         PAGE.write_text(made)
     elif not PAGE.exists() or PAGE.read_text() != made:
-        print(f"{PAGE} is stale: run `make docs`", file=sys.stderr)
+        print(f"{PAGE} is stale: run `make generated`", file=sys.stderr)
         return 1
     return 0
 

@@ -55,7 +55,7 @@ def test_the_committed_page_is_what_the_generator_makes(
     faults: dict[str, Any], mutants: list[Any]
 ) -> None:
     made = zoo.page(faults, mutants)
-    assert made == zoo.PAGE.read_text(), "stale: run `make docs`"
+    assert made == zoo.PAGE.read_text(), "stale: run `make generated`"
     shown = re.findall(r"\[`(\w+)`\]\(\.\./([\w/.]+)\)", made)
     assert {name for name, _ in shown} == {mutant.name for mutant in mutants}
     assert all((ROOT / path).is_file() for path in {path for _, path in shown})
@@ -109,6 +109,6 @@ def test_check_tells_a_stale_page(
 ) -> None:
     monkeypatch.setattr(zoo, "PAGE", tmp_path / "page.md")
     assert zoo.main(["--check"]) == 1
-    assert "stale: run `make docs`" in capsys.readouterr().err
+    assert "stale: run `make generated`" in capsys.readouterr().err
     assert zoo.main([]) == 0
     assert zoo.main(["--check"]) == 0

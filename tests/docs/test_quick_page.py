@@ -26,7 +26,7 @@ def shrink() -> ModuleType:
 
 def test_the_page_is_fresh(shrink: ModuleType) -> None:
     made = shrink.page(find([str(shrink.FOLDER)]), json.loads(shrink.SEEN.read_text()))
-    assert made == shrink.PAGE.read_text(), "stale: run `make docs`"
+    assert made == shrink.PAGE.read_text(), "stale: run `make generated`"
 
 
 def test_every_fault_is_planted_where_its_trigger_is(shrink: ModuleType) -> None:
