@@ -74,8 +74,8 @@ publicly reported fault. This page lists them.
 - Ids are labels. Gaps between them mean nothing.
 
 **Add one.** Add the real fault to `{data}`, name its id in the declaration
-(`@mutant(..., zoo=("ID",))`), and run `make generated`. The mechanism must be the same, not only the
-symptom. [Add a check](add-a-check.md) shows how to plant a fault.
+(`@mutant(..., zoo=("ID",))`), and run `make generated`. The mechanism must be the same, not only
+the symptom. [Add a check](add-a-check.md) shows how to plant a fault.
 
 ## Checks and verdicts that kill them
 """

@@ -3,6 +3,7 @@
     python docs/make_images.py matrix RUN          # docs/images/matrix.svg: verdicts of a run
     python docs/make_images.py cast                # docs/images/caught.svg: a planted fault, caught
     python docs/make_images.py efficiency RUN ...  # docs/images/efficiency.svg: by bandwidth
+    python docs/make_images.py badges              # docs/images/badge-*.svg: what the package needs
 
 The matrix has a row for each implementation and a column for each capability; a cell shows the
 worst that the cases of all backends say.  The cast runs the commands of ``COMMANDS`` and shows
@@ -18,12 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from shardproof import registry
 from shardproof.report import capability_matrix
-from shardproof.report.badges import COLOURS
+from shardproof.report.badges import COLOURS, badge
 from shardproof.report.capability_matrix import STATES, State
 from shardproof.runs.run_folder import find_run, read
 
@@ -210,12 +213,28 @@ def efficiency(runs: Sequence[Path]) -> str:
     return svg(28 + len(panels) * (wide + 20), top + high + 10, name, body, style)
 
 
+# ----------------------------------------------------------------------------------------- badges
+
+
+def badges() -> dict[str, str]:
+    """Name of a badge -> its SVG, from what pyproject.toml and the registry say today."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch = next(one for one in project["dependencies"] if one.startswith("torch"))
+    told = {
+        "license": project["license"],
+        "python": project["requires-python"].removeprefix(">=") + " or newer",
+        "torch": torch.removeprefix("torch>=").partition(",")[0] + " or newer",
+        "faults": f"{len(registry.mutant_names())} planted",
+    }
+    return {name: badge(name, text, "pass", f"{name}: {text}") for name, text in told.items()}
+
+
 def main() -> None:
     """Write one picture."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("picture", choices=("matrix", "cast", "efficiency"))
+    parser.add_argument("picture", choices=("matrix", "cast", "efficiency", "badges"))
     parser.add_argument("run", nargs="*", help="folders or ids of runs; default: the newest")
     options = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
@@ -226,6 +245,9 @@ def main() -> None:
     elif options.picture == "efficiency":
         runs = [find_run(run) for run in options.run or [None]]
         (IMAGES / "efficiency.svg").write_text(efficiency(runs))
+    elif options.picture == "badges":
+        for name, text in badges().items():
+            (IMAGES / f"badge-{name}.svg").write_text(text)
     else:
         (IMAGES / "caught.svg").write_text(cast())
 

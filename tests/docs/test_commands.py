@@ -159,15 +159,15 @@ def name(command: Command) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run, its bundle, and the files that the README has the reader write."""
+    """A folder with a run, its bundle, and the files that the pages have the reader write."""
     folder = tmp_path_factory.mktemp("reader")
     for shared in ("scenarios", "deploy"):
         (folder / shared).symlink_to(ROOT / shared)
     shutil.copytree(ROOT / "results", folder / "results", ignore=shutil.ignore_patterns("2*"))
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    for file in ("mine.py", "mine.yaml"):
+    for file, name in (("mine.py", "own-class"), ("mine.yaml", "own-schedule")):
+        page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
         found = re.search(rf"```\w+\n# {re.escape(file)}\n(.*?)```", page, re.DOTALL)
-        assert found, f"the README lost its {file}"
+        assert found, f"{name} lost its {file}"
         (folder / file).write_text(found[1])
     done = here("run", CASE, "--results", "results/RUN", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr

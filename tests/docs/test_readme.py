@@ -1,4 +1,4 @@
-"""The README tells the truth: its example passes, and fails without its one reducing line."""
+"""The README and its first pages tell the truth: their examples pass, and fail when broken."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from commands import here, script
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+OWN_CLASS = (ROOT / "docs/own-class.md").read_text()
+OWN_SCHEDULE = (ROOT / "docs/own-schedule.md").read_text()
+COMMANDS = (ROOT / "docs/commands.md").read_text()
 
 
 def example() -> str:
-    found = re.search(r"```python\n# mine\.py\n(.*?)```", README, re.DOTALL)
-    assert found, "the README lost its example"
+    found = re.search(r"```python\n# mine\.py\n(.*?)```", OWN_CLASS, re.DOTALL)
+    assert found, "the page lost its example"
     return found[1]
 
 
 def judge(folder: Path, *selection: str) -> subprocess.CompletedProcess[str]:
-    command = re.search(r"^ +shardproof (run .*--impl mine:Mine)$", README, re.MULTILINE)
-    assert command, "the README does not say how to judge mine.py"
+    command = re.search(r"^ +shardproof (run .*--impl mine:Mine)$", OWN_CLASS, re.MULTILINE)
+    assert command, "the page does not say how to judge mine.py"
     arguments = (*command[1].split(), *selection, "--results", str(folder))
     return here(*arguments, paths=[folder.parent])
 
@@ -49,9 +52,9 @@ def test_without_its_reduction_the_example_fails(tmp_path: Path) -> None:
 def test_the_proof_from_python_holds(tmp_path: Path) -> None:
     """The lines as they stand there, beside the class of the example."""
     found = re.search(
-        r"^    from shardproof import prove\n    (verdicts = .*)$", README, re.MULTILINE
+        r"^    from shardproof import prove\n    (verdicts = .*)$", OWN_CLASS, re.MULTILINE
     )
-    assert found, "the README lost its example of prove"
+    assert found, "the page lost its example of prove"
     (tmp_path / "mine.py").write_text(example())
     (tmp_path / "judge.py").write_text(
         textwrap.dedent(found[0]) + "\nfor row in verdicts.itertuples():\n"
@@ -67,9 +70,9 @@ def test_the_proof_from_python_holds(tmp_path: Path) -> None:
 
 
 def own_schedule(folder: Path, leave_out: str = "") -> subprocess.CompletedProcess[str]:
-    """What the README's own schedule comes to, without the action ``leave_out``."""
-    found = re.search(r"```yaml\n(# mine\.yaml\n.*?)```", README, re.DOTALL)
-    assert found and re.search(r"^ +shardproof run mine\.yaml$", README, re.MULTILINE)
+    """What the page's schedule comes to, without the action ``leave_out``."""
+    found = re.search(r"```yaml\n(# mine\.yaml\n.*?)```", OWN_SCHEDULE, re.DOTALL)
+    assert found and re.search(r"^ +shardproof run mine\.yaml$", OWN_SCHEDULE, re.MULTILINE)
     (folder / "mine.yaml").write_text(found[1].replace(leave_out, "") if leave_out else found[1])
     return here("run", "mine.yaml", "--results", "run", cwd=folder)
 
@@ -90,7 +93,7 @@ def test_without_one_of_its_actions_the_schedule_is_refused(tmp_path: Path) -> N
     "command",
     [
         runpy.run_path(str(ROOT / "docs/make_images.py"))["COMMANDS"][0],
-        *re.findall(r"^ {4}(shardproof run -k .*)$", README, re.MULTILINE),
+        *re.findall(r"^ {4}(shardproof run -k .*)$", COMMANDS, re.MULTILINE),
     ],
 )
 def test_every_selection_that_it_shows_finds_cases(command: str) -> None:
@@ -106,3 +109,21 @@ def test_every_make_target_that_the_readme_names_exists(target: str) -> None:
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
 def test_links_lead_somewhere(link: str) -> None:
     assert "://" in link or (ROOT / link).exists(), link
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+def test_the_first_example_shows_its_fault(tmp_path: Path) -> None:
+    """The file of the first minute, as it stands there, and with its division."""
+    found = re.search(r"```python\n# broken\.py\n(.*?)```", README, re.DOTALL)
+    said = re.search(r"^    (fail equivalence: .*?), \.\.\.$", README, re.MULTILINE)
+    assert found and said, "the README lost its first minute"
+    (tmp_path / "broken.py").write_text(found[1])
+    done = script(tmp_path / "broken.py", cwd=tmp_path)
+    assert done.stdout.startswith(said[1]), done.stdout + done.stderr
+    mended = found[1].replace("value()[0]", "value()[0] / dist.get_world_size(group)")
+    (tmp_path / "mended.py").write_text(mended)
+    done = script(tmp_path / "mended.py", cwd=tmp_path)
+    assert done.stdout.strip() == "pass", done.stdout + done.stderr
