@@ -36,7 +36,6 @@ _TYPED = ("sh", "bash", "shell", "console")
 #: name), and which they are, or why none can.
 ELSEWHERE = {
     "make *": ("ci", ".ci/run makes them; here only that the target exists"),
-    "source *": ("none", "changes the reader's own shell"),
     "pip install *": ("slow", "tests/commands/test_installed.py, tests/plugins"),
     "shardproof cluster *": ("clusters", "tests/cluster: needs a container engine"),
     "shardproof reproduce * --cluster *": ("clusters", "tests/cluster/test_cluster_reruns.py"),
