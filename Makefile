@@ -27,7 +27,7 @@ setup: $(STAMP) ## create .venv with pinned dependencies (once)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing $(TORCH) into $(VENV) (1 GB, a few minutes, once) ..."
+	@echo "installing $(TORCH) into $(VENV) (2 GB with all packages, a few minutes, once) ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "$(TORCH)"
 	@echo "installing the pinned dependencies ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,dev,cluster,docs]"

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardproof.errors import printable
 
@@ -184,6 +184,13 @@ class Table:
         notes = "".join(f"\n{note}\n" for note in self.notes)
         return f"{'#' * level} {markdown_text(self.title)}\n\n{self.markdown()}{notes}"
 
+    # -------------------------------------------------------------------------------------- JSON
+
+    def records(self) -> list[dict[str, Any]]:
+        """A dictionary for each row, by heading; texts that are numbers as numbers."""
+        heads = list(map(str, self.headings))
+        return [dict(zip(heads, map(_plain_value, row), strict=True)) for row in self.texts]
+
     # --------------------------------------------------------------------------------------- CSV
 
     def csv(self) -> str:
@@ -232,9 +239,10 @@ def fenced(lines: Iterable[str]) -> list[str]:
 
 
 def number(count: int, noun: str) -> str:
-    """``1 case``, ``2 cases``; of ``fault caught`` the first word."""
-    first, *rest = noun.split(" ", 1)
-    return " ".join([f"{count} {first}{'' if count == 1 else 's'}", *rest])
+    """``1 case``, ``2 cases``; of ``fault caught`` the first word, of ``more case`` the second."""
+    more, word = ("more ", noun[5:]) if noun.startswith("more ") else ("", noun)
+    first, *rest = word.split(" ", 1)
+    return " ".join([f"{count} {more}{first}{'' if count == 1 else 's'}", *rest])
 
 
 def shortened(text: str) -> str:
@@ -247,6 +255,16 @@ def some(names: Sequence[str], most: int) -> str:
     """The first names, and how many more."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def _plain_value(text: str) -> Any:
+    """The number that ``text`` spells, ``None`` for nothing, or the text."""
+    if text in ("", "-"):
+        return None
+    if not re.fullmatch(r"-?\d{1,3}(,\d{3})*(\.\d+)?|-?\d+(\.\d+)?(e[-+]\d+)?", text):
+        return text
+    digits = text.replace(",", "")
+    return int(digits) if digits.lstrip("-").isdigit() else float(digits)
 
 
 def _markdown_cell(cell: str | TableCell) -> str:

@@ -12,10 +12,10 @@ from markupsafe import Markup
 from shardproof.bench import collective_times, lines, tables
 from shardproof.bench.collective_times import Timed
 from shardproof.bench.drawings import bandwidth, by_bandwidth, curves, forest
-from shardproof.bench.lines import CellLine, PairLine
+from shardproof.bench.lines import CellLine, L, PairLine
 from shardproof.bench.scaling import tables as scaling
 from shardproof.commands.console import print_line
-from shardproof.report import looks, summary
+from shardproof.report import brief, looks, summary
 from shardproof.report.limits import MOST, Limit
 from shardproof.report.section import Section, folded, rendered
 from shardproof.runs.run_folder import Run
@@ -48,9 +48,12 @@ class Pairs(Section):
     def table(self) -> str:
         return tables.table(self.pairs).markdown()
 
-    def show(self, console: Console) -> None:
-        console.print(tables.table(self.pairs, tables.NARROW))
-        for pair in self.pairs:
+    def show(self, console: Console, rows: bool = True, quiet: bool = False) -> None:
+        many = len(self.pairs) > brief.MOST
+        few = tables.by_family(self.pairs) if many else tables.table(self.pairs, tables.BRIEF)
+        if not quiet:
+            console.print(tables.table(self.pairs, tables.NARROW) if rows else few)
+        for pair in self.pairs if rows else _broken(self.pairs):
             first, *rest = tables.details(pair)
             for text in (first, *tables.beside(pair), *rest):
                 print_line(console, text)
@@ -84,7 +87,13 @@ class Cells(Section):
     def table(self) -> str:
         return scaling.markdown(self.cells)
 
-    def show(self, console: Console) -> None:
+    def show(self, console: Console, rows: bool = True, quiet: bool = False) -> None:
+        if not rows:
+            if not quiet:
+                console.print(scaling.by_family(self.cells))
+            for heading, items in scaling.remarks_by_system(_broken(self.cells)):
+                print_line(console, "\n    ".join([heading, *items]))
+            return
         console.print(scaling.table(self.cells, scaling.NARROW))
         if (modelled := scaling.modelled_table(self.cells)).rows:
             print_line(console, "")
@@ -116,8 +125,15 @@ class Collectives(Section):
     def table(self) -> str:
         return collective_times.summary(self.timed).markdown()
 
-    def show(self, console: Console) -> None:
+    def show(self, console: Console, rows: bool = True, quiet: bool = False) -> None:
         console.print(collective_times.summary(self.timed))
+
+
+def _broken(lines: Sequence[L]) -> list[L]:
+    """Those that failed, which a terminal always shows in full."""
+    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
+
+    return [line for line in lines if looks.head(line.verdict) in stats.BROKEN]
 
 
 def sections(run: Run) -> list[Section]:

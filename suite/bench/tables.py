@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from shardproof.bench import telemetry
 from shardproof.bench.lines import Counted, InReport, Interval, Memory, NoFigures, PairLine
 from shardproof.bench.subjects import LETTERS
+from shardproof.report import brief
 from shardproof.table import Mark, Table
 
 HEADINGS = (
     *("pair", "verdict", "in this report (p, Holm)", "A / B [95 %]", "p", "A/A [95 %]", "margin"),
     *("A ms", "B ms", "A a second", "B a second", "peak A / B", "goal"),
 )
-#: The columns of a terminal, which is narrower than a page; the others stand below it.
+#: The columns of a terminal, without and with -v; all others are below the table with -v.
+BRIEF = ("pair", "verdict", "A / B [95 %]", "goal")
 NARROW = ("pair", "verdict", HEADINGS[2], "A / B [95 %]", "A/A [95 %]", "A ms", "B ms", "goal")
 
 
@@ -55,6 +58,28 @@ def table(lines: Sequence[PairLine], headings: Sequence[str] = HEADINGS) -> Tabl
     places = [HEADINGS.index(heading) for heading in headings]
     marks: list[Mark] = ["bad" if a.verdict in ("slower", *stats.BROKEN) else "" for a in lines]
     return Table("", headings, [[row[at] for at in places] for row in rows(lines)], marks)
+
+
+def by_family(lines: Sequence[PairLine]) -> Table:
+    """A row for each system A: how its comparisons ended, and the one in which A is slowest."""
+    from shardproof.bench import stats
+
+    rows: list[tuple[str, ...]] = []
+    marks: list[Mark] = []
+    for system, members in brief.families(lines, lambda line: line.pair.side("a").implementation):
+        counts = Counter(line.verdict for line in members)
+        known = [line for line in members if line.figures is not None]
+        slowest = max(
+            known, key=lambda line: line.figures.ratio if line.figures else 0, default=None
+        )
+        worst = ("-", "-")
+        if slowest is not None and slowest.figures is not None:
+            worst = (interval(slowest.figures), slowest.pair.side("b").implementation)
+        seconds = f"{sum(line.seconds for line in members):,.0f}"
+        marks.append("bad" if counts.keys() & {"slower", *stats.BROKEN} else "")
+        rows.append((system, brief.counted(counts, sorted(counts)), *worst, seconds))
+    headings = ("A", "verdicts", "slowest A / B [95 %]", "B", "seconds")
+    return Table("", headings, rows, marks, align="llllr")
 
 
 def beside(line: PairLine) -> list[str]:

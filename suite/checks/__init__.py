@@ -156,4 +156,9 @@ def _module(name: str) -> ModuleType:
 
 def summaries() -> Mapping[str, str]:
     """Name -> first paragraph of the check's docstring."""
-    return {name: (_module(name).__doc__ or "").strip().split("\n\n")[0] for name in CHECKS}
+    return {name: explanation(name).split("\n\n")[0] for name in CHECKS}
+
+
+def explanation(name: str) -> str:
+    """All that check ``name`` says of itself."""
+    return (_module(name).__doc__ or "").strip()

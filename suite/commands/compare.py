@@ -32,6 +32,7 @@ class ShownOptions:
     """How `compare` shows what it found, or the baseline that it writes in place of that."""
 
     form: Form = option("table", "--format", help="form of the output")
+    as_json: bool = option(False, "--json", help="the same as --format json")
     by: By | None = option(
         None, "--by", help="rows by strategy or backend; hardware: a column a machine"
     )
@@ -85,6 +86,8 @@ def compare(
     """
     from shardproof.compare import baseline
 
+    if shown.as_json:
+        shown = replace(shown, form="json")
     shown.check()
     if len(runs) < 2 and shown.by != "hardware" and shown.save is None:
         remedy = "name two runs, or --save FILE, or --by hardware"

@@ -1,11 +1,14 @@
 """What commands print on, and what is seen while cases run.
 
-Progress is a bar on a terminal, and now and then a line anywhere else.  The first case that breaks
-for each cause is named at once; the blocks at the end tell the rest (``report/forms.py``).
+Progress is a live bar on a terminal, and a line every 30 seconds anywhere else.  The first case
+that breaks for each cause is named at once; the blocks at the end have all of them
+(``report/forms.py``).  With ``--json`` a command prints nothing of this: what it would print is
+collected, and written as one document when it ends.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
@@ -13,13 +16,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import IO, TYPE_CHECKING, Any, Self
 
 import typer
 
 from shardproof import verdicts
 from shardproof.errors import printable, shown
-from shardproof.table import number, shortened, some
+from shardproof.table import Table, number, shortened, some
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,16 +32,76 @@ if TYPE_CHECKING:
     from shardproof.case import Case
     from shardproof.checks.results import CaseResult
 
-EVERY_SECONDS = 10.0
-EVERY_CASES = 25
-#: Characters of a bar, cases that are named while they run, and seconds that are told as minutes.
-_BAR, _RUNNING, _MINUTES = 20, 4, 100
+EVERY_SECONDS = 30.0
+#: Columns where standard output is not a terminal and ``COLUMNS`` does not say how wide it is.
+_WIDE = 240
+#: Characters of a bar, cases that are named while they run (in a line: fewer), and seconds that are
+#: shown as minutes.
+_BAR, _RUNNING, _IN_LINE, _MINUTES = 20, 4, 2, 100
+
+
+class Collected:
+    """What a command prints under ``--json``: its tables, and all other lines as text."""
+
+    is_interactive = False
+
+    def __init__(self) -> None:
+        self._tables: list[dict[str, Any]] = []
+        self._text: list[str] = []
+
+    def print(self, *objects: object, **_: object) -> None:
+        """Keep tables by their rows, and anything else by its lines."""
+        for one in objects:
+            if isinstance(one, Table):
+                self._tables.append({"title": one.title, "rows": one.records()})
+                self._text += one.notes
+            else:
+                self._text += filter(None, str(one).splitlines())
+
+    def document(self) -> str:
+        """All of it as JSON."""
+        return json.dumps({"tables": self._tables, "text": self._text}, indent=1)
+
+
+_COLLECTED: ContextVar[Collected | None] = ContextVar("collected", default=None)
+
+
+def is_json() -> bool:
+    """Whether the command that runs was called with ``--json``."""
+    return _COLLECTED.get() is not None
+
+
+def collect() -> None:
+    """Collect what the command prints from now on; see :func:`documented`."""
+    _COLLECTED.set(Collected())
+
+
+@contextmanager
+def documented() -> Iterator[None]:
+    """Write what :func:`collect` had collected when the command ends, with an exit code or not."""
+    token = _COLLECTED.set(None)
+    try:
+        try:
+            yield
+        except typer.Exit:
+            _write_document()
+            raise
+        _write_document()
+    finally:
+        _COLLECTED.reset(token)
+
+
+def _write_document() -> None:
+    collected = _COLLECTED.get()
+    _COLLECTED.set(None)
+    if collected is not None:
+        echo(collected.document(), raw=True)
 
 
 def make_console() -> Console:
     """Standard output; wide where it is not a terminal, so that nothing is cut.
 
-    Where nobody reads it any more (``| head``), a command still goes on to its verdict.
+    If the reader of a pipe has gone (``| head``), a command still ends with its own exit code.
     """
     from rich.console import Console
 
@@ -44,7 +109,14 @@ def make_console() -> Console:
         def on_broken_pipe(self) -> None:  # rich would end the process with exit code 1
             mute(sys.stdout)
 
-    return Heard(width=None if sys.stdout.isatty() else 240, highlight=False)
+    collected: Any = _COLLECTED.get()
+    if collected is not None:
+        return collected  # type: ignore[no-any-return]
+    is_terminal = sys.stdout.isatty()
+    width = None if is_terminal or "COLUMNS" in os.environ else _WIDE
+    # Colours may be forced where there is no terminal (FORCE_COLOR); a bar that moves may not.
+    live = None if is_terminal else False
+    return Heard(width=width, highlight=False, force_interactive=live)
 
 
 def mute(stream: IO[str]) -> None:
@@ -64,6 +136,9 @@ def echo(text: str, err: bool = False, nl: bool = True, raw: bool = False) -> No
 
     ``raw``: a document, or commands of a runner of CI that are meant.
     """
+    if not err and (collected := _COLLECTED.get()) is not None:
+        collected.print(text)
+        return
     try:
         typer.echo(printable(text) if raw else shown(text), err=err, nl=nl)
     except BrokenPipeError:
@@ -71,19 +146,24 @@ def echo(text: str, err: bool = False, nl: bool = True, raw: bool = False) -> No
 
 
 class ProgressBar:
-    """Context manager: a bar on a terminal, elsewhere a line now and then.
+    """Context manager: a bar on a terminal, elsewhere a line every :data:`EVERY_SECONDS`.
 
-    ``total`` may be unknown (``None``).
+    ``total`` may be unknown (``None``).  Unless ``visible``, nothing is printed.
     """
 
-    def __init__(self, console: Console, what: str, total: int | None, noun: str) -> None:
+    def __init__(
+        self, console: Console, what: str, total: int | None, noun: str, visible: bool = True
+    ) -> None:
         self.console, self.what, self.total, self._noun = console, what, total, noun
+        self.visible = visible
         self._began = self._spoke = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal:
+        if not self.visible:
+            return self
+        if self.console.is_interactive:
             self._bar = self._make_bar()
             self._bar.start()
             self._task = self._bar.add_task(self.what, total=self.total, left="")
@@ -124,15 +204,15 @@ class ProgressBar:
         """What stands right of the bar."""
         raise NotImplementedError
 
-    def _move(
-        self, done: int, unit: str = "", counts: str = "", due: bool = False, left: str = ""
-    ) -> None:
-        """So many are over; ``due``: elsewhere than on a terminal a line says so now."""
+    def _move(self, done: int, unit: str = "", counts: str = "", left: str = "") -> None:
+        """So many are over."""
+        if not self.visible:
+            return
         if self._bar is not None:
             self._bar.update(self._task, completed=done, left=left)
             return
         now = time.monotonic()
-        if due or now - self._spoke > EVERY_SECONDS or done == self.total:
+        if now - self._spoke >= EVERY_SECONDS or done == self.total:
             self._spoke = now
             of = "" if self.total is None else f"/{self.total}"
             more = "; ".join(filter(None, (counts, self._now())))
@@ -159,15 +239,15 @@ class Progress(ProgressBar):
         cases: Sequence[Case],
         what: str,
         expected: Mapping[str, float],
-        jobs: int = 1,
+        visible: bool = True,
     ) -> None:
-        super().__init__(console, what, len(cases), "cases")
+        super().__init__(console, what, len(cases), "cases", visible)
         self.counts: Counter[str] = Counter()
         self._causes: set[tuple[str, ...]] = set()
         usual = statistics.median(expected.values()) if expected else 1.0
         #: Seconds that each case without a result is expected to take.
         self._rest = {case.id: expected.get(case.id, usual) for case in cases}
-        self._all, self._jobs = sum(self._rest.values()), jobs
+        self._all = sum(self._rest.values())
         self._running: dict[str, float] = {}
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -214,15 +294,18 @@ class Progress(ProgressBar):
     def _now(self) -> str:
         now, running = time.monotonic(), [*self._running.items()]
         named = [f"{name} ({now - began:.0f} s)" for name, began in running]
-        return f"running: {some(named, _RUNNING)}" if named else ""
+        return f"running: {some(named, _IN_LINE)}" if named else ""
 
     def _left(self) -> str:
-        """About how long it will take: what the cases so far took for each expected second."""
+        """About how long it will take: what the cases so far took for each expected second.
+
+        Empty until one has ended: the durations that are expected of new cases are guesses.
+        """
         rest, elapsed = sum(self._rest.values()), time.monotonic() - self._began
-        if not rest:
-            return ""
         done = self._all - rest
-        seconds = elapsed * rest / done if done else rest / self._jobs
+        if not rest or not done:
+            return ""
+        seconds = elapsed * rest / done
         shown = f"{seconds:.0f} s" if seconds < _MINUTES else f"{seconds / 60:.0f} min"
         return f"about {shown} left"
 
@@ -238,7 +321,7 @@ class Progress(ProgressBar):
             self._running.pop(result.id, None)
             self._rest.pop(result.id, None)
             self.counts[self._word(result)] += 1
-            self._show(due=self.counts.total() % EVERY_CASES == 0)
+            self._show()
 
     def _counts(self) -> str:
         return ", ".join(self._told(w) for w in self.words if self.counts[w])
@@ -246,8 +329,8 @@ class Progress(ProgressBar):
     def _told(self, word: str) -> str:
         return f"{self.counts[word]} {word}"
 
-    def _show(self, due: bool = False) -> None:
-        self._move(self.counts.total(), counts=self._counts(), due=due, left=self._left())
+    def _show(self) -> None:
+        self._move(self.counts.total(), counts=self._counts(), left=self._left())
 
     def _word(self, result: CaseResult) -> str:
         """What it counts as; the first red or open result of a cause is named."""
@@ -262,7 +345,7 @@ class Progress(ProgressBar):
         from shardproof.runs.blocks import cause
 
         key = (result.case.implementation, *cause(result.verdict, result.reason))
-        if self.total == 1 or key in self._causes:
+        if self.total == 1 or key in self._causes or not self.visible:
             return
         self._causes.add(key)
         named = Text(shown(f"{result.verdict}: {result.id}"), style="bold red")

@@ -12,8 +12,9 @@ import typer
 
 from shardproof import verdicts, wings
 from shardproof.commands import options
-from shardproof.commands.console import echo, make_console, print_line
+from shardproof.commands.console import echo, is_json, make_console, print_line
 from shardproof.errors import Problem, SelectionError
+from shardproof.table import Table
 
 if TYPE_CHECKING:
     from shardproof.runs.merge import Merge
@@ -29,11 +30,14 @@ def report(
     into: Annotated[
         Path | None, options.output("--into", "put the Markdown between FILE's markers")
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="print every row, not one for each system")
+    ] = False,
 ) -> None:
     """Show a run again, on the terminal or as a file's text on standard output.
 
     \b
-    shardproof report
+    shardproof report                                   a row for each system; -v: for each case
     shardproof report 20260102-030405 --format markdown
     shardproof report 20260102-030405.tar.gz --format html > report.html
     shardproof report --into results/README.md
@@ -44,10 +48,10 @@ def report(
 
     with open_run(run) as path, integrity.damage_is_bad_input(path):
         (integrity.require_unedited if into is None else integrity.require_unchanged)(path)
-        _report(read(path), form, into)
+        _report(read(path), form, into, verbose or is_json())
 
 
-def _report(run: Run, form: Format, into: Path | None) -> None:
+def _report(run: Run, form: Format, into: Path | None, rows: bool) -> None:
     from shardproof import report as reports
     from shardproof.report.sections import of_wings
 
@@ -66,25 +70,26 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
     elif form == "html":
         echo(reports.html(run), nl=False, raw=True)
     else:
-        _show(run)
+        _show(run, rows)
 
 
-def _show(run: Run) -> None:
-    """Print the tables of ``run``."""
+def _show(run: Run, rows: bool) -> None:
+    """Print the tables of ``run``, with every row or one for each family."""
     from shardproof import report as reports
     from shardproof.report.sections import of_wings
 
     console, others = make_console(), of_wings(run)
     if run.cases:
-        reports.show(run.cases, console.print)
+        reports.show(run.cases, console.print, rows)
         reports.show_broken(run.cases, console.print)
     if run.kills:
-        reports.show_kills(run.kills, console.print)
+        reports.show_kills(run.kills, console.print, rows)
+        reports.show_survivors(run.kills, console.print)
         print_line(console, reports.verdict_counts(run.kills))
     for section in others:
-        section.show(console)
+        section.show(console, rows)
     reasons = {line.id: line.reason for line in run.left_out}
-    for line in (*reports.skips(run.cases), *reports.left_out(reasons), run.unread):
+    for line in (*reports.skips(run.cases, rows), *reports.left_out(reasons, rows), run.unread):
         if line:
             print_line(console, line)
     if run.cases or not (run.kills or others):
@@ -307,10 +312,15 @@ def doctor(
 
     if of_cluster and "cluster" not in wings.names():
         raise wings.absent("cluster", "--cluster")
-    ready = True
+    ready, rows = True, []
     for finding in examine(RESULTS, thorough=of_cluster):
         ready = ready and finding.state != "bad"
+        rows.append((finding.what, finding.state, finding.found, finding.remedy))
+        if is_json():
+            continue
         echo(f"{finding.state:4}  {finding.what}: {finding.found}")
         if finding.remedy:
             echo(f"      -> {finding.remedy}")
+    if is_json():
+        make_console().print(Table("", ("what", "state", "found", "remedy"), rows))
     raise typer.Exit(verdicts.HELD if ready else verdicts.NOT_DECIDED)

@@ -18,7 +18,12 @@ from shardproof.cases import kills, room, runner
 from shardproof.checks.results import CaseResult, Kill, LeftOut
 from shardproof.commands import options
 from shardproof.commands.console import FaultProgress, Progress, echo, make_console, print_line
-from shardproof.commands.supervision import Interrupts, open_folder, supervised
+from shardproof.commands.supervision import (
+    Interrupts,
+    open_folder,
+    resume_command,
+    supervised,
+)
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch.nodes import Nodes, without_node_faults
 from shardproof.launch.process_control import cores
@@ -163,8 +168,9 @@ class Execution:
 
     def run(self) -> int:
         """Run the cases and print what became of them; the exit code."""
-        folder, is_kept = self.folder, self.is_kept
-        return supervised(folder, self.console, self._body, self._stopped, self._finish, is_kept)
+        ends = self._body, self._stopped, self._finish
+        quiet = self.how.quiet
+        return supervised(self.folder, self.console, *ends, self.is_kept, quiet)
 
     def _body(self, interrupts: Interrupts) -> int:
         folder, left_out = self.folder, self.schedule.left_out
@@ -184,20 +190,21 @@ class Execution:
             late = self._run(interrupts, again)
         why = f"the {budget} was used up"
         if late and self._failed_fast():
-            why = f"--fail-fast {self.how.fail_fast}: so many cases had broken"
-            self._say(f"{why}; {len(late)} are left out (run --resume goes on)")
+            why = f"stopped after {number(self.how.most_failures or 0, 'failure')}"
+            self._say(f"{why}: {number(len(late), 'case')} left out; to run them: {self._resume}")
         for case in late:
             folder.leave_out(case, why)
         reasons = {case.id: no_room for case in left_out} | {case.id: why for case in late}
         # What a budget left out hides no failure of before.
         stay = [one for one in read(folder.path).cases if one.id in reasons] if reasons else []
-        return self._told(stay, reasons, no_room or "--fail-fast")
+        return self._told(stay, reasons, no_room or "--maxfail")
 
     def _run(self, interrupts: Interrupts, planned: CaseSchedule) -> list[Case]:
         """Run what was ``planned``; the cases that the budget did not allow."""
         seconds = None if self.end is None else max(0.0, self.end - time.monotonic())
         cases, jobs = planned.chosen, self.jobs
-        with Progress(self.console, cases, "judging", planned.expected, jobs) as progress:
+        visible = self.how.progress
+        with Progress(self.console, cases, "judging", planned.expected, visible) as progress:
 
             def note(result: CaseResult) -> None:
                 with interrupts.held():  # a line on disk and a result that counts are one thing
@@ -214,7 +221,7 @@ class Execution:
 
     def _failed_fast(self) -> bool:
         broken = sum(verdicts.kind(result.verdict) in verdicts.RED for result in self.new)
-        return self.how.fail_fast is not None and broken >= self.how.fail_fast
+        return self.how.most_failures is not None and broken >= self.how.most_failures
 
     def _told(self, stay: Sequence[CaseResult], left_out: Mapping[str, str], why: str) -> int:
         """Print all results, ``stay`` of before and what was ``left_out`` (why, by id); the exit
@@ -223,17 +230,25 @@ class Execution:
         told = {one.id: one for one in read(self.folder.path).cases}  # some may be flaky
         results = [told.get(one.id, one) for one in (*self.kept, *self.new, *stay)]
         counts, known = verdicts.count(results), {result.id for result in stay}
-        if results:
-            report.show(results, self.console.print)
-            report.show_broken(results, self.console.print)
-        lines = [*report.skips(results)]
-        if stay:
+        rows, quiet = self.how.rows, self.how.quiet
+        if results and not quiet:
+            report.show(results, self.console.print, rows)
+        report.show_broken(results, self.console.print)
+        lines = [] if quiet else [*report.skips(results, rows)]
+        if stay and not quiet:
             lines.append(f"not run again, earlier results stay ({len(stay)}): {why}")
-        lines += report.left_out({k: v for k, v in left_out.items() if k not in known})
-        lines.append(verdicts.summary(counts, len(left_out) - len(stay)))
+        if not quiet:
+            unknown = {k: v for k, v in left_out.items() if k not in known}
+            lines += report.left_out(unknown, rows)
+        summary = verdicts.summary(counts, len(left_out) - len(stay))
+        lines.append(f"{summary}; evidence: {self.folder.path}" if quiet else summary)
         for line in lines:
             self._say(line)
         return verdicts.exit_code(counts)
+
+    @property
+    def _resume(self) -> str:
+        return resume_command(self.folder)
 
     def _say(self, text: str) -> None:
         print_line(self.console, text)
@@ -247,7 +262,7 @@ class Execution:
         planned = len(self.schedule.left_out) + len(self.schedule.chosen)
         report.show_broken(results, self.console.print)
         told = verdicts.summary(verdicts.count(results), planned - len(self.new))
-        return f"stopped: {told} (run --resume goes on)"
+        return f"stopped: {told}; to run the rest: {self._resume}"
 
     def _finish(self) -> None:
         self.durations.save()
@@ -273,6 +288,7 @@ class Planting:
     all_must_run: bool
     depth: Literal["", "family"] = ""
     shard: Shard | None = None
+    output: options.Output = options.WHOLE
 
     def __post_init__(self) -> None:
         self.console = make_console()
@@ -287,13 +303,14 @@ class Planting:
 
     def run(self) -> int:
         """Run every fault and print the kill matrix.  Returns the exit code."""
-        return supervised(self.folder, self.console, self._body)
+        quiet = self.output.quiet
+        return supervised(self.folder, self.console, self._body, quiet=quiet)
 
     def _body(self, interrupts: Interrupts) -> int:
         folder, cases = self.folder, kills.mutant_cases(self.pairs)
         folder.plan(cases, [item.mutant.name for item in self.pairs])
         what = f"planting {number(len(self.pairs), 'fault')}"
-        with FaultProgress(self.console, cases, what, {}, self.jobs) as progress:
+        with FaultProgress(self.console, cases, what, {}, self.output.progress) as progress:
 
             def note(result: CaseResult) -> None:
                 with interrupts.held():
@@ -308,8 +325,9 @@ class Planting:
         late = {kill.name for kill in done if kill.left_out}
         before = [kill for kill in read(folder.path).kills if kill.name in late]
         judged = [kill for kill in (*done, *before) if not kill.left_out]
-        if judged:
-            report.show_kills(judged, self.console.print)
+        if not self.output.quiet:
+            report.show_kills(judged, self.console.print, self.output.rows)
+        report.show_survivors(judged, self.console.print)
         return self._told(judged, len(done) - len(judged))
 
     def _told(self, judged: Sequence[Kill], left_out: int) -> int:
@@ -331,6 +349,8 @@ class Planting:
         if self.depth:
             share = f"{survivors / max(len(judged), 1):.1%} survive at depth {self.depth}"
             lines.append(f"{share}, at most {MOST_AT_FAMILY:.0%}")
+        if self.output.quiet:
+            lines = [f"{lines[0]}; evidence: {self.folder.path}"]
         for line in lines:
             print_line(self.console, line)
         if survivors > (MOST_AT_FAMILY * len(judged) if self.depth else 0):

@@ -10,14 +10,14 @@ import typer
 
 from shardproof import verdicts
 from shardproof.commands import options
-from shardproof.commands.console import echo, make_console, print_line
+from shardproof.commands.console import echo, is_json, make_console, print_line
 from shardproof.errors import Problem, SelectionError
+from shardproof.table import Table
 from shardproof.wings import wings
 
 if TYPE_CHECKING:
     from shardproof.case import Case
     from shardproof.coverage.pairs import Coverage
-    from shardproof.table import Table
 
 Entries = Iterable[tuple[str, str]]
 
@@ -162,6 +162,9 @@ def _show(entries: Entries) -> None:
         for entry in entries:
             rows.append(entry)
     finally:
+        if is_json():
+            make_console().print(Table("", ("name", "about"), rows))
+            rows = []
         width = max((len(name) for name, about in rows if about), default=0)
         for name, about in rows:
             echo(f"{name:{width}}  {about}".rstrip() if sys.stdout.isatty() else name)
@@ -183,10 +186,15 @@ def _list_coverage(cases: Sequence[Case], is_whole: bool) -> None:
 
 
 def _show_pairs(coverage: Coverage, sentence: str, lacks: str) -> None:
-    def row(pair: tuple[str, str]) -> tuple[object, ...]:
+    def row(pair: tuple[str, str]) -> tuple[str, ...]:
         counts = _counts(coverage, pair)
-        return *pair, *counts, "" if any(counts) else coverage.why_empty(pair) or lacks
+        why = "" if any(counts) else coverage.why_empty(pair) or lacks
+        return *pair, *map(str, counts), why
 
+    if is_json():
+        headings = ("trigger", "feature", "quick", "full", "why none")
+        make_console().print(Table("", headings, [*map(row, coverage.pairs)], notes=[sentence]))
+        return
     _show_table(coverage.by_feature(lacks), sentence, map(row, coverage.pairs))
 
 
@@ -195,7 +203,7 @@ def _counts(found: Coverage, of: Any) -> tuple[int, int]:
     return found.quick.get(of, 0), found.full.get(of, 0)
 
 
-def _show_table(table: Table, sentence: str, rows: Iterable[tuple[object, ...]]) -> None:
+def _show_table(table: Table, sentence: str, rows: Iterable[tuple[str, ...]]) -> None:
     """Print table and sentence; piped, the ``rows``, with tabs between."""
 
     if sys.stdout.isatty():
@@ -204,4 +212,4 @@ def _show_table(table: Table, sentence: str, rows: Iterable[tuple[object, ...]])
         print_line(console, sentence)
         return
     for row in rows:
-        echo("\t".join(map(str, row)))
+        echo("\t".join(row))

@@ -22,6 +22,7 @@ from shardproof import VERSION, verdicts, wings
 from shardproof.commands import (
     compare,
     evidence,
+    explain,
     list,
     mutants,
     options,
@@ -29,6 +30,7 @@ from shardproof.commands import (
     scenario_files,
 )
 from shardproof.commands.console import echo, mute
+from shardproof.commands.group import FIRST, Commands
 from shardproof.errors import InputError, MachineError, Problem
 from shardproof.files import UNWRITABLE
 
@@ -45,6 +47,7 @@ shardproof run ddp-gpt --impl mine:MyDDP                   judge your own class
 shardproof run --resume --results results/RUN              go on with that run
 shardproof list cases                                      what there is to run
 shardproof run --shard 1/4                                 a quarter; `merge` joins the parts
+shardproof explain fail                                    what a verdict, check or case means
 shardproof mutants                                         prove that the checks can fail
 shardproof compare RUN RUN                                 what differs between runs
 shardproof gate RUN --against BASELINE                     fail CI on regressions
@@ -60,7 +63,8 @@ Exit codes: 0 all held
 
 app = typer.Typer(
     name="shardproof",
-    no_args_is_help=True,
+    cls=Commands,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -72,6 +76,7 @@ app = typer.Typer(
 _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "run": (run.run, ""),
     "list": (list.list_, ""),
+    "explain": (explain.explain, "Say what a case, a check or a verdict means."),
     "check-scenario": (scenario_files.check_scenario, "Check scenario files."),
     "schema": (scenario_files.schema, ""),
     "mutants": (mutants.mutants, "Plant every fault and see its check catch it."),
@@ -98,12 +103,15 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _top(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="print the version"),
     ] = False,
 ) -> None:
     """Options before the command."""
+    if context.invoked_subcommand is None:
+        echo(FIRST, nl=False)
 
 
 def main(command: typer.Typer = app) -> None:

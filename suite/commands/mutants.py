@@ -16,8 +16,10 @@ from shardproof.launch.process_control import cores
 
 
 @dataclass(frozen=True, kw_only=True)
-class HowPlanted:
-    """Which faults are planted, and how: in cases of their own, or in random ones."""
+class HowPlanted(options.Output):
+    """Which faults are planted, how (in cases of their own, or in random ones), and what is printed
+    of them.
+    """
 
     impl: list[str] | None = option(
         None, "--impl", metavar="P", help="glob on faults or their parents"
@@ -40,7 +42,8 @@ class HowPlanted:
 def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     """Plant every fault: its named check must fail while the parent passes the same case.
 
-    Prints the kill matrix, fault x check. A survivor ends with exit code 1.
+    Prints a line for each system with faults, and every fault that survives; with -v the kill
+    matrix, fault x check. A survivor ends with exit code 1.
 
     With --campaign N each fault is planted in the cases that `run --campaign` draws of its parent,
     in their order, until any check fails that the parent passes; the share of faults that N cases
@@ -72,7 +75,7 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
         raise typer.Exit(code)
     jobs, budget, whole = session.jobs or cores(), session.budget, not is_quick
     with open_folder(session.results) as folder:
-        planting = Planting(folder, chosen, jobs, budget, whole, how.depth or "", part)
+        planting = Planting(folder, chosen, jobs, budget, whole, how.depth or "", part, how)
         raise typer.Exit(planting.run())
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 import typer
 
 from shardproof import verdicts, wings
-from shardproof.commands.console import echo
+from shardproof.commands.console import echo, is_json
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import why_not_writable, write_whole
 
@@ -100,7 +100,7 @@ def given(context: typer.Context) -> dict[str, Any]:
     typed = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name != "DEFAULT":
+        if source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT"):
             typed[parameter.opts[0]] = context.params[parameter.name or ""]
     return typed
 
@@ -281,17 +281,48 @@ class SessionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HowRun:
-    """Where and how far cases are run, and what is written beside the run folder."""
+class Output:
+    """How much a command prints."""
+
+    verbose: bool = option(
+        False, "--verbose", "-v", help="print every row, not one for each system"
+    )
+    quiet: bool = option(False, "--quiet", "-q", help="print only failures and one closing line")
+    no_progress: bool = option(
+        False, "--no-progress", help="print no bar and no lines while it runs"
+    )
+
+    @property
+    def rows(self) -> bool:
+        """Whether every row is printed: for people who ask, and for programs."""
+        return (self.verbose and not self.quiet) or is_json()
+
+    @property
+    def progress(self) -> bool:
+        """Whether it is seen how far the command is."""
+        return not (self.quiet or self.no_progress or is_json())
+
+
+@dataclass(frozen=True, kw_only=True)
+class HowRun(Output):
+    """Where and how far cases are run, what is printed, and which other files are written."""
 
     on: str | None = option(
         None, "--on", metavar="RAY", callback=_place, help="judge on a Ray cluster: ray, ray://HOST"
     )
     fail_fast: int | None = option(
-        None, "--fail-fast", metavar="N", min=1, help="start no case any more once N have broken"
+        None, "--fail-fast", "--maxfail", metavar="N", min=1, help="stop when N cases have failed"
     )
+    first_failure: bool = option(False, "-x", help="stop at the first failure: --maxfail 1")
     junit: Path | None = output_option("--junit", "write JUnit XML there, too")  # noqa: RUF009
-    dry_run: bool = option(False, "--dry-run", help="print what would run, and run nothing")
+    dry_run: bool = option(
+        False, "--dry-run", "--collect-only", help="print what would run, and run nothing"
+    )
+
+    @property
+    def most_failures(self) -> int | None:
+        """After how many failures no further case starts."""
+        return 1 if self.first_failure else self.fail_fast
 
 
 #: All cases, on this machine.

@@ -34,7 +34,8 @@ class Others:
         False, "--resume", help="run what is left of the run of --results (default: the newest)"
     )
     rerun_failed: bool = option(
-        False, "--rerun-failed", help="run the failed cases of that run again"
+        *(False, "--rerun-failed", "--last-failed", "--lf"),
+        help="run the failed cases of that run again",
     )
     depth: Literal["family", "layout"] | None = option(
         None, "--depth", help="hold systems to their family, or to its layout byte for byte"
@@ -68,12 +69,12 @@ def run(
     shardproof run --impl mine:MyZero1 --like 'reference/zero1*'   with the options of its cells
     shardproof run --campaign 200 --seed 7              look for false alarms
     shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
-    shardproof run --impl mine:MyDDP --fail-fast 1      stop at the first case that breaks
+    shardproof run --impl mine:MyDDP -x                 stop at the first failure
     shardproof run --tier full --shard 2/4 --results part2   a quarter; `merge` joins all four
     shardproof run --tier full --on ray://HOST          on a Ray cluster, a case a task
     shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
     shardproof run --resume --results results/RUN       with that run, not with the newest
-    shardproof run --rerun-failed --backend gloo        some of the cases that failed
+    shardproof run --last-failed --backend gloo         some of the cases that failed
 
     --resume and --rerun-failed run only what that run had planned: filters choose among these
     cases, and any other case is refused.

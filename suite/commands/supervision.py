@@ -59,6 +59,11 @@ def open_folder(
         raise SelectionError(Problem(str(error), "choose another --results folder")) from None
 
 
+def resume_command(folder: RunFolder) -> str:
+    """The command that runs what the run in ``folder`` has left."""
+    return f"shardproof run --resume --results {shlex.quote(str(folder.path))}"
+
+
 def supervised(
     folder: RunFolder,
     console: Console,
@@ -66,12 +71,13 @@ def supervised(
     stopped: Callable[[], str] = lambda: "stopped",
     finish: Callable[[], None] = lambda: None,
     is_kept: bool = True,
+    quiet: bool = False,
 ) -> int:
     """Run ``body``; whatever ends it, what is written stays and the folder is closed.
 
     ``stopped`` keeps what is left to keep after an interrupt, and says so in a line.  ``is_kept``:
     the folder stays once the command has ended, and is named for that; else nobody is told to go on
-    with it.
+    with it.  ``quiet``: ``body`` names the folder itself.
 
     A folder that can no longer be written ends the run with a sentence that names the file.
     """
@@ -96,10 +102,9 @@ def supervised(
             then = "" if goes_on else " run it again"
             print_line(console, f"{cause} - {kept} is kept; {mend}, then{then}")
             if goes_on:
-                again = f"shardproof run --resume --results {shlex.quote(str(folder.path))}"
-                print_line(console, f"    {again}")
+                print_line(console, f"    {resume_command(folder)}")
             code = verdicts.BAD_INPUT
-    if is_kept:
+    if is_kept and not quiet:
         print_line(console, f"evidence: {folder.path}")
     return code
 

@@ -7,6 +7,7 @@ from shardproof.report.forms import markdown as markdown
 from shardproof.report.forms import show as show
 from shardproof.report.forms import show_broken as show_broken
 from shardproof.report.forms import show_kills as show_kills
+from shardproof.report.forms import show_survivors as show_survivors
 from shardproof.report.kills import verdict_counts as verdict_counts
 from shardproof.report.tables import closing as closing
 from shardproof.report.tables import left_out as left_out

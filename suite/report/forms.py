@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,21 +20,19 @@ from shardproof import verdicts
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import Problem, SelectionError, printable, shown
 from shardproof.files import write_whole
-from shardproof.report import kills, summary
+from shardproof.report import brief, kills, summary
 from shardproof.report.cases import broken_lines
 from shardproof.report.looks import head, look
 from shardproof.report.section import TEMPLATES, rendered, safe
 from shardproof.report.sections import ABOVE, BELOW, sections
-from shardproof.runs.blocks import blocks, of_result
+from shardproof.runs.blocks import NAMED, blocks, of_result, without_numbers
 from shardproof.runs.header import Header
 from shardproof.runs.run_folder import Run
-from shardproof.table import markdown_text, number, shortened
+from shardproof.table import markdown_text, number, shortened, some
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 #: Prints one renderable or text; rich's ``Console.print``.
 Print = Callable[..., None]
-#: Blocks that a terminal shows, and lines of a reason.
-_BLOCKS, _LINES = 20, 12
 
 
 def html(run: Run) -> str:
@@ -104,8 +102,13 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
     write_whole(path, new)
 
 
-def show(results: Sequence[CaseResult], write: Print) -> None:
-    """The tables of cases that a terminal shows: results, then memory and pipelines, if any."""
+def show(results: Sequence[CaseResult], write: Print, rows: bool = True) -> None:
+    """The tables of cases that a terminal shows: a row for each family, or (``rows``) all results,
+    then memory and pipelines, if any.
+    """
+    if not rows:
+        write(brief.of_cases(results))
+        return
     run = Run(Path(), Header(invocations=[]), cases=[*results])
     first, *others = (table for part in ABOVE for table in part.terminal(run))
     write(first)
@@ -124,24 +127,33 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
     if found := blocks(broken):
         told_cases, causes = number(len(broken), "case"), number(len(found), "cause")
         write(f"\nwhat did not hold: {told_cases}, {causes}")
-    for block in found[:_BLOCKS]:
+    for block in found:
         first = block.first
         write(Text(shown(f"{first.verdict}: {first.id}"), style="bold red"), soft_wrap=True)
-        sentences = map(shortened, first.reason.splitlines()[:_LINES])
+        sentences = map(shortened, first.reason.splitlines())
         lines = [*sentences, f"rerun: {first.rerun}", block.more()]
         for line in filter(None, lines):
             write(Text(shown(f"    {line}")), soft_wrap=True)
-    if rest := found[_BLOCKS:]:
-        cases = sum(len(block.failures) for block in rest)
-        causes = f"{len(rest)} more {'cause' if len(rest) == 1 else 'causes'}"
-        write(f"{causes} ({number(cases, 'case')}): see report.html")
 
 
-def show_kills(lines: Sequence[Kill], write: Print) -> None:
-    """What became of the faults that were planted; of the others nothing is known."""
+def show_kills(lines: Sequence[Kill], write: Print, rows: bool = True) -> None:
+    """What became of the faults that were planted: a row for each family, or (``rows``) the kill
+    matrix; nothing is known of faults that were left out.
+    """
+    if judged := kills.judged(lines):
+        write(kills.table(judged).titled("") if rows else brief.of_kills(judged))
+
+
+def show_survivors(lines: Sequence[Kill], write: Print) -> None:
+    """The faults that survive, by the reason: the first, how to plant it again, and the others."""
     from rich.text import Text
 
-    if judged := kills.judged(lines):
-        write(kills.table(judged).titled(""))
+    groups: dict[tuple[str, str], list[Kill]] = defaultdict(list)
     for kill in kills.survivors(lines):
-        write(Text(shown(f"SURVIVES {kill.name}: {kill.why_not}"), style="red"))
+        groups[kill.parent, without_numbers(kill.why_not)].append(kill)
+    for first, *others in groups.values():
+        write(Text(shown(f"SURVIVES {first.name}: {first.why_not}"), style="red"), soft_wrap=True)
+        write(f"    rerun: {kills.rerun(first)}", soft_wrap=True)
+        if others:
+            names = some([kill.name for kill in others], NAMED)
+            write(f"    the same in {number(len(others), 'more fault')}: {names}", soft_wrap=True)

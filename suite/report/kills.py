@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -93,6 +94,12 @@ def judged(kills: Sequence[Kill]) -> list[Kill]:
     """The faults that were run, survivors first."""
     there = [kill for kill in kills if not kill.left_out]
     return sorted(there, key=lambda kill: (kill.killed, kill.name))
+
+
+def rerun(kill: Kill) -> str:
+    """The command that plants the fault again."""
+    depth = f" --depth {kill.depth}" if kill.depth else ""
+    return f"shardproof mutants --impl {shlex.quote(kill.name)}{depth}"
 
 
 def survivors(kills: Sequence[Kill]) -> list[Kill]:

@@ -46,8 +46,10 @@ class Section:
         """The Markdown of its main table, for ``report --format markdown``."""
         return ""
 
-    def show(self, console: Console) -> None:
-        """Print it on a terminal."""
+    def show(self, console: Console, rows: bool = True, quiet: bool = False) -> None:
+        """Print it on a terminal: every row, or (not ``rows``) at most 40 lines; of what failed all
+        there is, and nothing else if ``quiet``.
+        """
 
 
 def rendered(template: Path, **values: Any) -> Markup:

@@ -38,8 +38,7 @@ def broken_blocks(run: Run) -> list[FailureBlock]:
     """
     broken = [of_result(r) for r in run.cases if verdicts.kind(r.verdict) in verdicts.RED]
     for kill in kills.survivors(run.kills):
-        depth = f" --depth {kill.depth}" if kill.depth else ""
-        rerun = f"shardproof mutants --impl {shlex.quote(kill.name)}{depth}"
+        rerun = kills.rerun(kill)
         broken.append(Failure("faults", kill.name, "survives", kill.why_not, rerun))
     # The last command that planned results of a wing makes them again.
     commands = [shlex.join(one.command) for one in run.header.invocations if one.benches] or [""]

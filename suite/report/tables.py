@@ -17,7 +17,7 @@ from typing import Any
 from shardproof import verdicts
 from shardproof.checks.results import CaseResult
 from shardproof.runs.run_folder import Run
-from shardproof.table import Mark, Table, some
+from shardproof.table import Mark, Table, number, some
 
 #: Figures of one check, by name: their shapes are the check's own.
 Figures = Mapping[str, Any]
@@ -60,7 +60,7 @@ def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
         worlds = _span(sorted({result.case.world for result in members}))
         told = ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v])
         of_bytes = bytes_text(sent, expected) + (f" ({times:.3g} x {book})" if book else "")
-        error = error_of(max(members, key=_share_of))
+        error = error_of(max(members, key=share_of))
         seconds = f"{statistics.median(result.seconds for result in members):.2f}"
         rows.append((name, backend, worlds, told, error, of_bytes, seconds))
     return Table("Results", HEADINGS, rows, marks, align="llrlllr")
@@ -72,7 +72,7 @@ def bytes_of(results: Sequence[CaseResult]) -> tuple[Fraction, Fraction]:
     return sent, sum((Fraction(result.bytes_expected or 0) for result in results), Fraction())
 
 
-def _share_of(result: CaseResult) -> float:
+def share_of(result: CaseResult) -> float:
     """How much of its bound the worst error of a case uses; -1 where nothing was compared."""
     error, bound = result.worst_error, result.bound
     return -1.0 if error is None or bound is None else share(error, bound)
@@ -141,21 +141,28 @@ def whole(value: Fraction) -> str:
 _SKIPS, _NAMED = 12, 3
 
 
-def skips(results: Iterable[CaseResult]) -> list[str]:
-    """Why cases were skipped: a line for each implementation and reason, most frequent first."""
+def skips(results: Iterable[CaseResult], every: bool = True) -> list[str]:
+    """Why cases were skipped: a line for each implementation and reason, most frequent first.
+
+    Unless ``every``: one line, for the first of them and how many other cases there are.
+    """
     skipped = (result for result in results if verdicts.kind(result.verdict) == "skip")
     counts = Counter(f"{result.case.implementation}: {result.reason}" for result in skipped)
     lines = [f"skipped ({times}): {reason}" for reason, times in counts.most_common(_SKIPS)]
+    if len(lines) > 1 and not every:
+        others = number(counts.total() - max(counts.values()), "more case")
+        return [f"{lines[0]}; {others} for other reasons (-v lists them)"]
     rest = len(counts) - len(lines)
     return [*lines, *([f"skipped for {rest} more reasons: see report.html"] if rest else [])]
 
 
-def left_out(reasons: Mapping[str, str]) -> list[str]:
-    """What was not run, ``reasons`` by id: a line for each reason, with some ids."""
+def left_out(reasons: Mapping[str, str], every: bool = True) -> list[str]:
+    """What was not run, ``reasons`` by id: a line for each reason, with some ids (``every``)."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, reason in reasons.items():
         names[reason].append(name)
-    return [f"left out ({len(ids)}): {why}: {some(ids, _NAMED)}" for why, ids in names.items()]
+    lines = {f"left out ({len(ids)}): {why}": some(ids, _NAMED) for why, ids in names.items()}
+    return [f"{line}: {ids}" if every else line for line, ids in lines.items()]
 
 
 def closing(run: Run) -> str:

@@ -17,7 +17,7 @@ from shardproof import verdicts
 from shardproof.backends import BACKENDS
 from shardproof.checks import CHECKS
 from shardproof.checks.results import ALIKE, FINDING, CaseResult
-from shardproof.table import some
+from shardproof.table import number, some
 
 #: Ids that a block names beside that of its simplest case.
 NAMED = 3
@@ -83,8 +83,8 @@ class FailureBlock:
     def more(self) -> str:
         """How many others there are, and the ids of some; empty: none."""
         others = [failure.id for failure in self.failures[1:]]
-        cases = "case" if len(others) == 1 else "cases"
-        return f"and {len(others)} more {cases}: {some(others, NAMED)}" if others else ""
+        more = number(len(others), "more case")
+        return f"the same in {more}: {some(others, NAMED)}" if others else ""
 
 
 def of_result(result: CaseResult) -> Failure:
@@ -157,10 +157,11 @@ def cause(verdict: str, reason: str) -> tuple[str, str]:
     elif place is not None:  # a tensor, and at what it differs: an update however it is compared
         phase = "update" if "update" in place["phase"] else place["phase"]
         sentence = f"{place['name']} at {phase}"
-    return check, _without_numbers(_COUNTS.sub("", sentence))
+    return check, without_numbers(_COUNTS.sub("", sentence))
 
 
-def _without_numbers(sentence: str) -> str:
+def without_numbers(sentence: str) -> str:
+    """``sentence`` with a sign in the place of ranks and numbers, each part once."""
     text = _RANKS.sub("rank #", _EQUALS.sub("", sentence))
     text = _NUMBER.sub(lambda found: found[1] or "#", text)
     return "; ".join(dict.fromkeys(text.split("; ")))

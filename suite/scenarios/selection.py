@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.files import DAMAGE, read_input
 from shardproof.scenarios.load import find
 from shardproof.scenarios.matrix import expand, on_backend, reseed, substitute
 from shardproof.scenarios.select import compile_expression
 from shardproof.scenarios.vocabulary import Vocabulary
+from shardproof.table import some
 
 _SEED = re.compile(r"\[seed([0-9]{1,10})\]$")
 _ID_PARTS = 8
@@ -141,7 +146,9 @@ class Selection:
                 except SelectionError:
                     if ":" in pattern:
                         raise  # which module is missing helps more than names of others
-                    remedy = nearest(pattern, {*known, *registry.names()}, "implementations")
+                    remedy = _own_class(pattern) or nearest(
+                        pattern, {*known, *registry.names()}, "implementations"
+                    )
                     problem = Problem("--impl: unknown implementation", remedy, pattern)
                     raise SelectionError(problem) from None
                 named = substitute(self._alike(cases, known), pattern, bool(self.like))
@@ -189,6 +196,20 @@ def resolve(name: str, cases: Sequence[Case]) -> Case:
             return case
     remedy = nearest(name, [case.id for case in cases], "cases")
     raise SelectionError(Problem("no such case", remedy, name))
+
+
+def _own_class(name: str) -> str:
+    """A remedy that names the classes of a module of the user's; empty: there is no such file."""
+    file = Path(f"{name.removesuffix('.py').replace('.', '/')}.py")
+    if not file.is_file():
+        return ""
+    with suppress(*DAMAGE, SyntaxError):
+        body = ast.parse(read_input(file)).body
+        classes = [one.name for one in body if isinstance(one, ast.ClassDef)]
+        module = ".".join(file.with_suffix("").parts)
+        if named := [f"{module}:{one}" for one in classes]:
+            return f"did you mean {some(named, 3)}?"
+    return f"name a class of {file} as module:Class"
 
 
 def _systems(case: Case) -> tuple[str, str]:

@@ -153,7 +153,9 @@ def ends_as_by_ctrl_c(process: subprocess.Popen[str], folder: Path, *sent: signa
         time.sleep(0.05)
     output = process.communicate()[0]
     assert process.returncode == 130, output
-    assert "stopped: " in output and "(run --resume goes on)" in output
+    assert (
+        "stopped: " in output and "; to run the rest: shardproof run --resume --results " in output
+    )
     assert "Traceback" not in output
     assert all_gone(folder), left_running(folder)
     run = read(folder)

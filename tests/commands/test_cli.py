@@ -325,8 +325,11 @@ def test_fail_fast_leaves_the_rest_to_resume(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     run = read(tmp_path / "run")
     assert [r.verdict for r in run.cases] == ["fail"] * 2 and run.left_out
-    assert {line.reason for line in run.left_out} == {"--fail-fast 2: so many cases had broken"}
-    assert f"{len(run.left_out)} are left out (run --resume goes on)" in done.stdout
+    assert {line.reason for line in run.left_out} == {"stopped after 2 failures"}
+    assert (
+        f"{len(run.left_out)} cases left out; to run them: shardproof run --resume" in done.stdout
+    )
+    assert f"--resume --results {folder}" in done.stdout
     again = here("run", "--resume", "--results", folder, "--dry-run")
     assert again.stdout.split() == [line.id for line in run.left_out]
 

@@ -27,6 +27,7 @@ from shardproof.commands.console import (
     make_console,
     print_line,
 )
+from shardproof.table import Table
 
 
 def cases(count: int, name: str = "mine:Mine") -> list[Case]:
@@ -53,28 +54,76 @@ def console(width: int, terminal: bool) -> tuple[Console, io.StringIO]:
 def test_piped_lines_name_what_runs_and_the_time_left(clock: list[float]) -> None:
     out, file = console(240, False)
     made = cases(4)
-    with Progress(out, made, "judging", {case.id: 2.0 for case in made}, jobs=2) as progress:
+    with Progress(out, made, "judging", {case.id: 2.0 for case in made}) as progress:
         progress.started(made[0])
         progress.started(made[1])
-        clock[0] = 12.0
+        clock[0] = 29.0
+        progress.tick()
+        clock[0] = 30.0
         progress.step(result(made[0]))
         progress.started(made[2])
-        clock[0] = 24.0
+        clock[0] = 60.0
         progress.tick()  # nothing ended since, and still it says what runs
-        clock[0] = 25.0
+        clock[0] = 89.0
         progress.tick()
     assert file.getvalue().splitlines() == [
         "judging: 4 cases",
-        "  1/4 in 12 s, about 36 s left: 1 pass; running: s::mine:Mine::1 (12 s)",
-        "  1/4 in 24 s, about 72 s left: 1 pass; running: s::mine:Mine::1 (24 s), "
-        "s::mine:Mine::2 (12 s)",
+        "  1/4 in 30 s, about 90 s left: 1 pass; running: s::mine:Mine::1 (30 s)",
+        "  1/4 in 60 s, about 3 min left: 1 pass; running: s::mine:Mine::1 (60 s), "
+        "s::mine:Mine::2 (30 s)",
     ]
+
+
+def test_nothing_is_estimated_before_the_first_case_has_ended(clock: list[float]) -> None:
+    """What new cases will take is a guess: 0/2 in 27 s, about 1 s left."""
+    out, file = console(240, False)
+    made = cases(2)
+    with Progress(out, made, "judging", {case.id: 0.5 for case in made}) as progress:
+        progress.started(made[0])
+        clock[0] = 31.0
+        progress.tick()
+    assert file.getvalue().splitlines()[1] == "  0/2 in 31 s: running: s::mine:Mine::0 (31 s)"
+
+
+def test_progress_can_be_left_out(clock: list[float]) -> None:
+    for terminal in (True, False):
+        out, file = console(80, terminal)
+        made = cases(2)
+        with Progress(out, made, "judging", {}, visible=False) as progress:
+            progress.started(made[0])
+            clock[0] += 100.0
+            progress.step(result(made[0], "fail", "equivalence: differs"))
+        assert file.getvalue() == ""
+
+
+def test_colours_that_are_forced_move_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    made = make_console()
+    assert made.is_terminal and not made.is_interactive
+
+
+def test_no_color_leaves_colours_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    file = io.StringIO()
+    out = Console(file=file, width=80, force_terminal=True)
+    out.print(Table("", ("a",), [("b",)], marks=["bad"]))
+    assert "\x1b[31m" not in file.getvalue() and "b" in file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_piped_output_is_as_wide_as_columns_say(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert make_console().width == width
+    monkeypatch.delenv("COLUMNS")
+    assert make_console().width == 240
 
 
 def test_a_terminal_shows_a_live_view_as_narrow_as_it_is(clock: list[float]) -> None:
     out, file = console(60, True)
     made = cases(3, "package.module:AClassWithALongName_" + "x" * 40)
-    with Progress(out, made, "judging", {}, jobs=2) as progress:
+    with Progress(out, made, "judging", {}) as progress:
         for case in made:
             progress.started(case)
         clock[0] = 3.0

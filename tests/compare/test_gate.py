@@ -538,7 +538,7 @@ def test_annotations_are_few(gate: Judge) -> None:
         line["case"]["source"] = "scenarios/x.yaml:3"
     found = gate(made.results(721), new, "cases: {missing: ignore}")
     [annotation] = gate_output.github(found)
-    assert "and 9 more cases" in annotation
+    assert "the same in 9 more cases" in annotation
 
 
 def test_the_summary_and_annotations_are_grouped_by_cause(gate: Judge) -> None:
@@ -553,7 +553,7 @@ def test_the_summary_and_annotations_are_grouped_by_cause(gate: Judge) -> None:
     found = gate([], new)
     text = gate_output.summary(found)
     rows = [line for line in text.splitlines() if line.startswith("| breaks")]
-    assert len(rows) == 2 and all("and 14 more cases" in row for row in rows)
+    assert len(rows) == 2 and all("the same in 14 more cases" in row for row in rows)
     simplest = min(
         (line for line in new if line["case"]["implementation"] == "mine:Mine"),
         key=lambda line: (line["case"]["mesh"]["shard"], line["case"]["backend"], line["id"]),
@@ -562,7 +562,7 @@ def test_the_summary_and_annotations_are_grouped_by_cause(gate: Judge) -> None:
     assert simplest["rerun"] in text
     shown = list(gate_output.lines(found))  # on a terminal the same
     heads = [line for line in shown if line.startswith("breaks")]
-    assert len(heads) == 2 and sum("and 14 more cases" in line for line in shown) == 2
+    assert len(heads) == 2 and sum("the same in 14 more cases" in line for line in shown) == 2
     assert any(simplest["id"] in line for line in heads)
 
 

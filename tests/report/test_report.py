@@ -437,6 +437,7 @@ def test_terminal_tables_name_survivors(tmp_path: Path) -> None:
     report.show(run.cases, console.print)
     late = replace(run.kills[0], name="late", killed=False, verdict="left out")
     report.show_kills([*run.kills, late], console.print)
+    report.show_survivors([*run.kills, late], console.print)
     text = console.export_text()
     assert "SURVIVES other: survives equivalence" in text
     assert "late" not in text
@@ -545,7 +546,7 @@ def test_every_output_has_one_block_a_cause(tmp_path: Path) -> None:
         "fail: w2\n"
         "    equivalence: gradients are 2 times too small (2 = ranks): differs from the oracle\n"
         "    rerun: shardproof run s -k 'w2'\n"
-        "    and 2 more cases: w3, w4\n"
+        "    the same in 2 more cases: w3, w4\n"
         "crash: crashed\n"
         "    rank 1 raised KeyError\n"
         "    rerun: shardproof run s -k 'crashed'\n"
@@ -554,7 +555,7 @@ def test_every_output_has_one_block_a_cause(tmp_path: Path) -> None:
     assert page.count('<article class="broken"') == 2
     assert "and 2 more cases of this cause" in page and "<li>w4</li>" in page
     assert page.count('<a href="#b-1">w') == 3, "each case leads to the block of its cause"
-    assert document.count("- **fail**") == 1 and "and 2 more cases: w3, w4" in document
+    assert document.count("- **fail**") == 1 and "the same in 2 more cases: w3, w4" in document
 
 
 def test_a_run_that_is_shown_again_tells_what_the_run_told(tmp_path: Path, command: Any) -> None:
@@ -570,7 +571,7 @@ def test_a_run_that_is_shown_again_tells_what_the_run_told(tmp_path: Path, comma
     assert "fail: broken\n    the learning rate is a fish\n    rerun: " in out
     assert out.endswith(
         "skipped (1): plain: not today\n"
-        "left out (1): no room: late\n"
+        "left out (1): no room\n"
         "1 judged (1 fail), 0 xfailed, 1 skipped, 1 left out\n"
     )
 

@@ -111,7 +111,7 @@ def test_the_simplest_case_leads() -> None:
     numbers = [failure.id[-1] for failure in block.failures]
     assert numbers == ["5", "4", "3", "1", "2", "0"]
     assert block.more() == (
-        "and 5 more cases: s::mine:Mine::4, s::mine:Mine::3, s::mine:Mine::1 and 2 more"
+        "the same in 5 more cases: s::mine:Mine::4, s::mine:Mine::3, s::mine:Mine::1 and 2 more"
     )
 
 

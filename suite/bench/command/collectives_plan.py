@@ -112,7 +112,8 @@ class CollectivesPlan:
             def body(interrupts: supervision.Interrupts) -> int:
                 folder.plan_others(ids)
                 where = f"{request.backend}, {request.world} ranks, {request.rounds} rounds"
-                print_line(console, f"timing {len(ids)} collectives on {where}")
+                if self.given.progress:
+                    print_line(console, f"timing {len(ids)} collectives on {where}")
                 try:
                     with Session() as session:
                         what = (request, session.folder()), request.deadline

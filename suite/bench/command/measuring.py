@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from shardproof.bench.session import Measured, Session
 from shardproof.bench.subjects import Cell, Pair
 from shardproof.commands import supervision
 from shardproof.commands.console import ProgressBar, echo, make_console, print_line
+from shardproof.report import brief
 from shardproof.runs.durations import Durations
 from shardproof.runs.run_folder import RunFolder, read
 from shardproof.runs.shard import Cut
@@ -89,14 +91,13 @@ class _Measuring:
 
     def run(self) -> int:
         """Measure; the exit code."""
-        return supervision.supervised(
-            self.folder, self.console, self._body, self._stopped, self.durations.save
-        )
+        ends, quiet = (self._body, self._stopped, self.durations.save), self.plan.how.quiet
+        return supervision.supervised(self.folder, self.console, *ends, quiet=quiet)
 
     def _body(self, interrupts: supervision.Interrupts) -> int:
         self.folder.plan_others([item.subject.id for item in self.items])
         known = {line.id for line in self._kept()}
-        if self.plan.how.budget is not None:
+        if self.plan.how.budget is not None and self.plan.how.progress:
             print_line(self.console, self.schedule.summary())
         for item in self.items:
             if item.source not in self.late and self._fits(item):
@@ -150,7 +151,8 @@ class _Measuring:
         elif subject.action == "step":
             alone = [("each side alone", session.run_alone), ("memory", session.measure_memory)]
             steps += [*alone * passes.alone, *[("scorecard", session.score)] * passes.score]
-        with _Blocks(self.console, f"{number} {what}", subject.blocks, "blocks") as progress:
+        title, visible = f"{number} {what}", self.plan.how.progress
+        with _Blocks(self.console, title, subject.blocks, "blocks", visible) as progress:
             session.time(item, progress.update)
             for name, step in steps:
                 if item.problem is None:
@@ -167,7 +169,12 @@ class _Measuring:
             keep_report(self.folder)
         if self.lines:
             made: Any = Cells if self.scaling else Pairs
-            made(self.lines).show(self.console)
+            how = self.plan.how
+            made(self.lines).show(self.console, how.rows, how.quiet)
+            if how.quiet:
+                counts = Counter(line.verdict for line in self.lines)
+                told = brief.counted(counts, sorted(counts))
+                print_line(self.console, f"{told}; evidence: {self.folder.path}")
 
     def _stopped(self) -> str:
         self._show()
@@ -190,7 +197,7 @@ class _Blocks(ProgressBar):
         """What comes after the blocks."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self.what}: {what}")
-        else:
+        elif self.visible:
             print_line(self.console, f"  {what}")
 
 

@@ -19,7 +19,7 @@ class FailOn(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class Where(options.Output):
     """Where ranks run, for how long, and what becomes of their times."""
 
     backend: Annotated[
@@ -33,7 +33,10 @@ class Where:
     ] = 900.0
     results: options.Results = None
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print what would be timed, and time nothing")
+        bool,
+        typer.Option(
+            *("--dry-run", "--collect-only"), help="print what would be timed, and time nothing"
+        ),
     ] = False
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from shardproof.bench.lines import CellLine, Efficiency
 from shardproof.bench.subjects import BASES
 from shardproof.bench.tables import interval
+from shardproof.report import brief
 from shardproof.table import Mark, Table
 
 HEADINGS = (
@@ -43,6 +44,28 @@ def table(
     places = [HEADINGS.index(heading) for heading in headings]
     marks: list[Mark] = ["bad" if {"below", *stats.BROKEN} & set(row) else "" for row in rows]
     return Table("Scaling", headings, [[row[place] for place in places] for row in rows], marks)
+
+
+def by_family(lines: Sequence[CellLine]) -> Table:
+    """A row for each system: how its cells ended, its lowest efficiency against the plain program,
+    and the modelled one of the most ranks.
+    """
+    from shardproof.bench import stats
+
+    rows: list[tuple[str, ...]] = []
+    marks: list[Mark] = []
+    for system, members in brief.families(lines, lambda line: line.implementation):
+        counts = Counter(line.verdict for line in members)
+        known = [one for line in members if (one := (line.efficiency or {}).get(BASES[0]))]
+        lowest = min(known, key=lambda one: one.ratio, default=None)
+        last = max(members, key=lambda line: (line.modelled_efficiency is not None, line.world))
+        modelled = f"{_share(last.modelled_efficiency)} at {last.world:,}"
+        seconds = f"{sum(line.seconds for line in members):,.0f}"
+        marks.append("bad" if counts.keys() & {"below", *stats.BROKEN} else "")
+        verdicts = brief.counted(counts, sorted(counts))
+        rows.append((system, verdicts, _efficiency(lowest), modelled, seconds))
+    headings = ("system", "verdicts", "lowest E, plain T1 [95 %]", "modelled E", "seconds")
+    return Table("Scaling", headings, rows, marks, align="llllr")
 
 
 def modelled_table(lines: Sequence[CellLine]) -> Table:
