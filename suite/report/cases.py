@@ -98,6 +98,8 @@ class CaseGroup:
     counts: Counter[str]
     red: bool
     rows: list[CaseResult]
+    #: Whether they only ask what a system refuses, so that nothing is trained.
+    refusals: bool = False
 
 
 def about(run: Run) -> Callable[[Case], str]:
@@ -120,20 +122,29 @@ def broken_anchors(run: Run) -> dict[str, str]:
 
 
 def groups(run: Run) -> list[CaseGroup]:
-    """The cases of each implementation on each backend, the gravest first."""
-    members: dict[tuple[str, str], list[CaseResult]] = {}
+    """The cases of each implementation on each backend, the gravest first; those that expect a
+    refusal apart.
+    """
+    members: dict[tuple[str, str, bool], list[CaseResult]] = {}
     for result in run.cases:
-        key = result.case.implementation, result.case.backend
+        case = result.case
+        key = case.implementation, case.backend, "refuses" in case.expect
         members.setdefault(key, []).append(result)
     found = []
-    for number, (place, cases) in enumerate(sorted(members.items()), 1):
+    for number, ((*place, refuses), cases) in enumerate(sorted(members.items()), 1):
         cases.sort(key=lambda r: (verdicts.VERDICTS.index(verdicts.kind(r.verdict)), r.id))
         counts = verdicts.count(cases)
         red = any(counts[verdict] for verdict in verdicts.RED)
-        found.append(CaseGroup(f"g-{number}", *place, counts, red, cases))
+        found.append(CaseGroup(f"g-{number}", *place, counts, red, cases, refuses))
     return found
 
 
 def anchors(run: Run) -> dict[tuple[str, str], str]:
     """Implementation and backend -> the part of the page's address that leads to their cases."""
-    return {(group.implementation, group.backend): group.anchor for group in groups(run)}
+    ordered = sorted(groups(run), key=lambda group: not group.refusals)  # trainings replace them
+    return {(group.implementation, group.backend): group.anchor for group in ordered}
+
+
+def refusal_anchors(run: Run) -> dict[tuple[str, str], str]:
+    """The same of cases that expect a refusal."""
+    return {(g.implementation, g.backend): g.anchor for g in groups(run) if g.refusals}

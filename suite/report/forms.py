@@ -20,8 +20,7 @@ from shardproof import verdicts
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import Problem, SelectionError, printable, shown
 from shardproof.files import write_whole
-from shardproof.report import brief, kills, summary
-from shardproof.report.cases import broken_lines
+from shardproof.report import brief, cases, kills, summary
 from shardproof.report.looks import head, look
 from shardproof.report.section import TEMPLATES, rendered, safe
 from shardproof.report.sections import ABOVE, BELOW, sections
@@ -49,6 +48,7 @@ def html(run: Run) -> str:
         started=run.header.invocations[0].started.replace("T", " ").replace("+00:00", " UTC"),
         tiles=_tiles(run),
         sections=[(section, body) for section, body in shown if body],
+        folded=len(run.cases) > cases.FEW,
     )
 
 
@@ -71,7 +71,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
 def markdown(run: Run) -> str:
     """The README's tables, below what broke: implementation x backend; kill count."""
     tables = [text for part in (*ABOVE, *BELOW) if (text := part.readme(run))]
-    told = [*broken_lines(run), *tables]
+    told = [*cases.broken_lines(run), *tables]
     return "\n".join([*told, "", run.provenance]) + "\n"
 
 

@@ -31,6 +31,8 @@ class Section:
     #: The part of the page's address that leads to it.
     anchor = ""
     title = ""
+    #: Whether the page of a long run shows its heading only, until somebody opens it.
+    folded = False
     #: Its name in the page's list of sections; empty: the title.
     label = ""
 
@@ -69,7 +71,13 @@ def _environment(folder: Path) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters |= {"look": look, "parts": parts, "kind": verdicts.kind, "error": error_of}
+    jinja.filters |= {
+        "look": look,
+        "parts": parts,
+        "parted": parted,
+        "kind": verdicts.kind,
+        "error": error_of,
+    }
     jinja.filters["sent"] = _sent
     return jinja
 
@@ -77,6 +85,11 @@ def _environment(folder: Path) -> Environment:
 def parts(name: str) -> Markup:
     """An id that a line may be broken in between its parts, and not inside of a word."""
     return Markup("::<wbr>").join(name.split("::"))
+
+
+def parted(name: str, scenario: str) -> tuple[str, str]:
+    """An id as its scenario and the rest; the first is empty where the id does not begin so."""
+    return (scenario, name[len(scenario) :]) if name.startswith(scenario) else ("", name)
 
 
 def _sent(result: CaseResult) -> str:

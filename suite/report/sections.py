@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from shardproof import verdicts
 from shardproof.report import (
+    brief,
     bubbles,
     capability_matrix,
     cases,
@@ -18,6 +19,7 @@ from shardproof.report import (
     kills,
     limits,
     memory,
+    scenarios,
     tables,
 )
 from shardproof.report.drawings import bars, timelines
@@ -30,8 +32,8 @@ Tables = Callable[[Run], Sequence[Table]]
 
 
 _MODULES = (
-    *(bars, bubbles, capability_matrix, cases, coverage, environment, kills),
-    *(limits, memory, tables, timelines, verdicts),
+    *(bars, brief, bubbles, capability_matrix, cases, coverage, environment, kills),
+    *(limits, memory, scenarios, tables, timelines, verdicts),
 )
 #: What templates of the core may ask, by name.
 _ASKED = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
@@ -53,6 +55,7 @@ class SectionOfCore(Section):
     terminal: Tables = lambda run: ()
     readme: Callable[[Run], str] = lambda run: ""
     label: str = ""
+    folded: bool = False
     run: Any = None
 
     def html(self) -> Markup:
@@ -86,6 +89,7 @@ ABOVE = (
     SectionOfCore(
         "capabilities", "Capabilities", lambda run: [capability_matrix.matrix(run).table()]
     ),
+    SectionOfCore("cases", "Every case"),
     SectionOfCore(
         "results",
         "Results",
@@ -93,7 +97,7 @@ ABOVE = (
         terminal=lambda run: [tables.table(run.cases).titled("")],
         readme=_results,
     ),
-    SectionOfCore("traffic", "Traffic against formula", label="Traffic"),
+    SectionOfCore("traffic", "Traffic against formula", label="Traffic", folded=True),
     SectionOfCore(
         "memory",
         "Memory against formula",
@@ -101,6 +105,7 @@ ABOVE = (
         terminal=lambda run: [memory.table_of_scenarios(run.cases)],
         readme=lambda run: folded(memory.table(run.cases)),
         label="Memory",
+        folded=True,
     ),
     SectionOfCore(
         "pipelines",
@@ -108,20 +113,25 @@ ABOVE = (
         lambda run: bubbles.tables(run.cases),
         terminal=lambda run: bubbles.tables(run.cases),
         readme=lambda run: "\n".join(map(folded, bubbles.tables(run.cases))),
+        folded=True,
     ),
 )
-COVERAGE = SectionOfCore("coverage", "Coverage", lambda run: [coverage.seen_table(run.cases)])
+COVERAGE = SectionOfCore(
+    "coverage", "Coverage", lambda run: [coverage.seen_table(run.cases)], folded=True
+)
 BELOW = (
-    SectionOfCore("faults", "Planted faults", _faults, readme=_killed),
+    SectionOfCore("faults", "Planted faults", _faults, readme=_killed, folded=True),
     SectionOfCore(
         "random",
         "Planted faults under random cases",
         lambda run: [kills.by_n(run)],
         label="Random cases",
     ),
-    SectionOfCore("limits", "What was not checked", lines=limits.lines),
-    SectionOfCore("cases", "Every case"),
-    SectionOfCore("where", "What ran, and where", lambda run: [environment.environment(run)]),
+    SectionOfCore("limits", "What was not checked", lines=limits.lines, folded=True),
+    SectionOfCore("scenarios", "Scenarios", folded=True),
+    SectionOfCore(
+        "where", "What ran, and where", lambda run: [environment.environment(run)], folded=True
+    ),
 )
 
 

@@ -95,6 +95,48 @@ def test_every_link_leads_somewhere(browser: Any, file: Path) -> None:
         assert twice == []
 
 
+def unfold(page: Any) -> None:
+    """Open all that is folded."""
+    page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+
+
+def test_the_summary_fits_a_phone_and_search_is_part_of_it(browser: Any, file: Path) -> None:
+    with Visit(browser, file, viewport=PHONE) as page:
+        assert page.locator(".banner").bounding_box()["y"] < 150
+        search = page.get_by_label("Search").bounding_box()
+        assert search["y"] + search["height"] < PHONE["height"] + 60
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+@pytest.mark.parametrize("size", [PHONE, {"width": 1280, "height": 900}])
+def test_no_table_scrolls_both_ways(browser: Any, file: Path, size: dict[str, int]) -> None:
+    with Visit(browser, file, viewport=size) as page:
+        unfold(page)
+        both = page.eval_on_selector_all(
+            ".box", "(boxes) => boxes.filter((b) => b.scrollHeight > b.clientHeight + 1).length"
+        )
+        assert both == 0
+
+
+def test_a_link_opens_what_is_folded(browser: Any, file: Path) -> None:
+    with Visit(browser, file) as page:
+        folded = page.locator("details.part", has=page.locator("#traffic"))
+        assert folded.get_attribute("open") is None
+        page.locator("nav a[href='#traffic']").click()
+        assert folded.get_attribute("open") is not None
+        page.locator(".broken a[href^='#s-']").first.click()
+        assert page.locator([id^='s-']").first.is_visible()
+
+
+def test_the_command_of_a_failure_can_be_copied(browser: Any, file: Path) -> None:
+    with Visit(browser, file, permissions=["clipboard-read", "clipboard-write"]) as page:
+        button = page.locator(".broken button.copy").first
+        button.click()
+        page.wait_for_function("document.querySelector('button.copy').textContent !== 'Copy'")
+        command = page.locator(".broken pre.rerun").first.inner_text()
+        assert page.evaluate("navigator.clipboard.readText()") == command.strip()
+
+
 def column(page: Any, label: str, number: int) -> list[str]:
     found: list[str] = page.eval_on_selector_all(
         f'[aria-label="{label}"] tbody tr',
@@ -105,6 +147,7 @@ def column(page: Any, label: str, number: int) -> list[str]:
 
 def test_tables_are_sorted_by_click_and_by_keyboard(browser: Any, file: Path) -> None:
     with Visit(browser, file) as page:
+        unfold(page)
         head = page.locator('[aria-label="Results"] thead th').nth(6)
         assert head.get_attribute("aria-sort") is None
         head.locator("button").click()
@@ -126,6 +169,7 @@ def test_tables_are_sorted_by_click_and_by_keyboard(browser: Any, file: Path) ->
 
 def test_blanks_come_last_whatever_the_order(browser: Any, file: Path) -> None:
     with Visit(browser, file) as page:
+        unfold(page)
         head = page.locator('[aria-label="Scaling"] thead th').nth(5)
         for order in ("ascending", "descending"):
             head.locator("button").click()
@@ -140,7 +184,7 @@ def test_nothing_is_wider_than_the_window(
     browser: Any, file: Path, scheme: str, size: dict[str, int]
 ) -> None:
     with Visit(browser, file, viewport=size, color_scheme=scheme) as page:
-        page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+        unfold(page)
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= size["width"]
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -192,6 +236,7 @@ def test_cases_are_sought_by_words_and_by_failure(browser: Any, file: Path) -> N
 
 def test_the_results_are_not_clipped_in_a_laptop_s_window(browser: Any, file: Path) -> None:
     with Visit(browser, file, viewport={"width": 1280, "height": 900}) as page:
+        unfold(page)
         box = page.locator('[aria-label="Results"]')
         texts = {
             0: "somebodys_package.strategies:ShardedDataParallel+small_buckets (depth family)",
@@ -217,6 +262,7 @@ def test_it_reads_without_scripts(browser: Any, file: Path) -> None:
 
 def test_names_for_those_who_do_not_see(browser: Any, file: Path) -> None:
     with Visit(browser, file) as page:
+        unfold(page)
         told = page.locator("main").aria_snapshot()
         assert 'img "Strong scaling of reference/ddp on gloo"' in told
         assert 'img "Timeline of reference/pipeline+1f1b on gloo' in told
@@ -238,6 +284,7 @@ def test_names_for_those_who_do_not_see(browser: Any, file: Path) -> None:
 def test_the_kill_matrix_fits_a_phone(browser: Any, file: Path) -> None:
     """Headings of checks stand upright: a column is as wide as its mark, a name may fold."""
     with Visit(browser, file, viewport=PHONE) as page:
+        unfold(page)
         widths = page.eval_on_selector_all(
             ".faults thead th.cap", "(heads) => heads.map((h) => h.getBoundingClientRect().width)"
         )

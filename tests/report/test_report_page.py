@@ -6,15 +6,18 @@ import json
 import re
 import sys
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_case import made_case
 from synthetic_run import FULL, TENSORS, write_run
 from test_report import case, fill, result
 
 from shardproof import report
+from shardproof.checks.results import CaseResult
 from shardproof.report import limits, summary
 from shardproof.report.drawings import bars, heat, svg, timelines
 from shardproof.report.section import TEMPLATES, parts
@@ -103,6 +106,30 @@ def test_the_answer_comes_first_and_then_what_broke(page: str) -> None:
     assert answer < text.index('id="broke"') < text.index('id="capabilities"')
     assert "shardproof run made --tier quick -k" in text
     assert "shardproof mutants --impl zero1_fault_000" in text
+
+
+def test_after_the_failures_comes_the_matrix_then_every_case(page: str) -> None:
+    order = ["broke", "capabilities", "cases", "results", "faults", "scenarios", "where"]
+    places = [page.index(f'<h2 id="{name}"') for name in order]
+    assert places == sorted(places)
+    assert page.index('type="search"') < places[0], "search is part of the summary"
+    assert '<details class="part"><summary><h2 id="traffic"' in page
+    assert '<details class="part"><summary><h2 id="broke"' not in page
+
+
+def test_a_case_leads_to_its_scenario_and_a_refusal_is_no_training(tmp_path: Path) -> None:
+    trained = made_case("reference/ddp", {"replicate": 2}, id="ddp-gpt::trained")
+    refused = replace(trained, id="ddp-gpt::refused", expect={"refuses": "no such axis"})
+    with RunFolder(tmp_path / "run", ["shardproof", "run"]) as folder:
+        for case in (trained, refused):
+            case = replace(case, scenario="ddp-gpt")
+            folder.add(CaseResult(case.id, case, "pass", "", rerun="shardproof run ddp-gpt"))
+    page = report.html(read(tmp_path / "run"))
+    assert page.count('<a href="#s-1">ddp-gpt</a>') == 2
+    assert '<span id="s-1">ddp-gpt</span>' in page
+    assert "Data parallelism on a byte-level GPT" in page
+    assert page.count("refusal tests (nothing is trained)") == 1
+    assert set(Page(page).links) <= set(Page(page).ids)
 
 
 def test_both_forms_tell_the_same(full: Path, page: str) -> None:

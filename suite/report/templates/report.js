@@ -76,16 +76,60 @@
       found += shown;
       all += rows.length;
     }
-    if (find) find.querySelector("[role=status]").textContent = sought ? `${found} of ${all} cases` : "";
+    if (find) {
+      find.querySelector("[role=status]").textContent = sought ? `${found} of ${all} cases` : "";
+      find.querySelector("a").hidden = !sought;
+    }
   };
 
   if (find) {
     find.hidden = false;
     search.addEventListener("input", filter);
+    search.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") document.getElementById("cases").scrollIntoView();
+    });
     red.addEventListener("change", filter);
   }
 
+  // A link opens what is folded around its target.
+  const open = (hash) => {
+    const target = hash && document.getElementById(hash.slice(1));
+    for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
+    return target;
+  };
+  open(location.hash)?.scrollIntoView();
+
+  // A table that fits scrolls with the page, so that its headings stay in sight.
+  const fit = () => {
+    for (const box of document.querySelectorAll(".box")) {
+      box.classList.remove("whole");
+      if (box.clientWidth && box.scrollWidth <= box.clientWidth) box.classList.add("whole");
+    }
+  };
+  fit();
+  addEventListener("resize", fit);
+  document.addEventListener("toggle", fit, true);
+
+  for (const command of document.querySelectorAll("pre.rerun")) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "copy";
+    button.textContent = "Copy";
+    button.addEventListener("click", async () => {
+      try {
+        await navigator.clipboard.writeText(command.textContent.trim());
+        button.textContent = "Copied";
+      } catch {
+        getSelection().selectAllChildren(command);
+        button.textContent = "Selected: press Ctrl-C";
+      }
+    });
+    command.before(button);
+  }
+
   document.addEventListener("click", (event) => {
+    const inside = event.target.closest('a[href^="#"]');
+    if (inside) open(inside.hash);
     const link = event.target.closest("a[data-about]");
     if (link) {
       const table = document.getElementById(link.hash.slice(1));
