@@ -43,38 +43,6 @@ OPEN = frozenset(
 )
 GREEN = frozenset({"pass", WORKING_PRECISION_ONLY, "xfail"})
 
-#: What a verdict means, and what to do about it.
-MEANINGS: dict[str, str] = {
-    "fail": "A check found a difference: a number beyond its bound, or bytes, calls or shards that "
-    "are not the promised ones. The reason begins with the check; the printed command repeats it.",
-    "crash": "A rank raised an exception or died, and the case did not expect it. The reason has "
-    "the rank, the exception and its place.",
-    "hang": "No rank ended, entered or left a call, or computed. The reason says which rank waits "
-    "in which call, and which peer is missing from it.",
-    "xpass": "The case passed, but its scenario expects it to fail. Remove the expectation if the "
-    "system was mended.",
-    "refused": "The system does not accept the options that the scenario gives it. Change the "
-    "option that the reason names.",
-    "judge error": "A check of the suite broke, or passed without its proof. This says nothing of "
-    "the system: report it with the run folder.",
-    "over budget": "A rank computed for more CPU seconds than the scenario's `deadline`. Raise "
-    "`deadline`, or make the case smaller.",
-    "flaky": "The case failed before and did not fail again, judged by the same code. Look for a "
-    "race: run it again several times.",
-    "undecidable": "Nothing could be compared with enough power, so a pass would prove nothing.",
-    "inconclusive": "The interval of a measured ratio allows both answers. Measure more blocks, or "
-    "on an idle machine.",
-    "precondition": "What the case needs did not happen or is not installed, such as clipping that "
-    "was never active.",
-    "pass (replicas only)": "All replicas are equal, and nothing was compared with the reference "
-    "run: a fault that all ranks share goes unseen.",
-    "pass": "All checks of the case passed.",
-    "pass (working precision only)": "All checks passed in the lane `working_precision`, whose "
-    "bounds are those of one device's own rounding: small faults go unseen.",
-    "xfail": "The case failed as its scenario expects: a known defect.",
-    "skip": "The case did not run; the reason says what it needs.",
-}
-
 HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 

@@ -163,6 +163,8 @@ class Wing:
 
     #: Lines of ``shardproof --help``: a command and what it does.
     examples: tuple[str, ...] = ()
+    #: Lines for who typed no command: one, and what it does.
+    first: tuple[str, ...] = ()
     line_kinds: tuple[LineKind, ...] = ()
     file_kinds: tuple[FileKind, ...] = ()
     node_commands: tuple[NodeCommand, ...] = ()

@@ -14,7 +14,6 @@ from shardproof import verdicts, wings
 from shardproof.commands import options
 from shardproof.commands.console import echo, is_json, make_console, print_line
 from shardproof.errors import Problem, SelectionError
-from shardproof.table import Table
 
 if TYPE_CHECKING:
     from shardproof.runs.merge import Merge
@@ -312,15 +311,10 @@ def doctor(
 
     if of_cluster and "cluster" not in wings.names():
         raise wings.absent("cluster", "--cluster")
-    ready, rows = True, []
+    ready = True
     for finding in examine(RESULTS, thorough=of_cluster):
         ready = ready and finding.state != "bad"
-        rows.append((finding.what, finding.state, finding.found, finding.remedy))
-        if is_json():
-            continue
         echo(f"{finding.state:4}  {finding.what}: {finding.found}")
         if finding.remedy:
             echo(f"      -> {finding.remedy}")
-    if is_json():
-        make_console().print(Table("", ("what", "state", "found", "remedy"), rows))
     raise typer.Exit(verdicts.HELD if ready else verdicts.NOT_DECIDED)

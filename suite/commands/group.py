@@ -13,19 +13,15 @@ from shardproof.errors import Problem, SelectionError
 
 #: What a person sees who typed no command.
 FIRST = """\
-Shardproof compares distributed training with the same training in one process.
+Shardproof compares distributed training with the same training in one process.  Begin with:
 
-First    shardproof run ddp-gpt -k "quick and fp64"   a small model on several ranks
-Yours    shardproof run ddp-gpt --impl mine:MyDDP     the class MyDDP in mine.py
-         shardproof watch train.py --nproc 4          a training script, unchanged
-Then     shardproof report                            the newest run again
-         shardproof explain fail                      what a verdict, a check or a case means
-         shardproof doctor                            whether this machine is ready
+  shardproof run ddp-gpt -k "quick and fp64"   a small model on several ranks
+  shardproof run ddp-gpt --impl mine:MyDDP     the class MyDDP in mine.py
+  shardproof report                            the newest run again
+  shardproof doctor                            whether this machine is ready
+{more}
 
-All commands: shardproof --help
-"""
-
-
+All commands: shardproof --help"""
 #: Stands before what typer says of a value of a list of choices.
 _OF_PYDANTIC = "Value error, "
 
@@ -50,7 +46,7 @@ class Commands(TyperGroup):
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """As every group, with one document for ``--json``, and the file that a bad default is in."""
+        """As every group, with one document for ``--json``, and the file of a bad default."""
         try:
             with console.documented():
                 return super().invoke(ctx)

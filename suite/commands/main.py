@@ -22,7 +22,6 @@ from shardproof import VERSION, verdicts, wings
 from shardproof.commands import (
     compare,
     evidence,
-    explain,
     list,
     mutants,
     options,
@@ -47,7 +46,6 @@ shardproof run ddp-gpt --impl mine:MyDDP                   judge your own class
 shardproof run --resume --results results/RUN              go on with that run
 shardproof list cases                                      what there is to run
 shardproof run --shard 1/4                                 a quarter; `merge` joins the parts
-shardproof explain fail                                    what a verdict, check or case means
 shardproof mutants                                         prove that the checks can fail
 shardproof compare RUN RUN                                 what differs between runs
 shardproof gate RUN --against BASELINE                     fail CI on regressions
@@ -76,7 +74,6 @@ app = typer.Typer(
 _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "run": (run.run, ""),
     "list": (list.list_, ""),
-    "explain": (explain.explain, "Say what a case, a check or a verdict means."),
     "check-scenario": (scenario_files.check_scenario, "Check scenario files."),
     "schema": (scenario_files.schema, ""),
     "mutants": (mutants.mutants, "Plant every fault and see its check catch it."),
@@ -111,7 +108,11 @@ def _top(
 ) -> None:
     """Options before the command."""
     if context.invoked_subcommand is None:
-        echo(FIRST, nl=False)
+        echo(
+            FIRST.format(
+                more="\n".join(f"  {line}" for wing in wings.wings() for line in wing.first)
+            )
+        )
 
 
 def main(command: typer.Typer = app) -> None:

@@ -24,9 +24,9 @@ from shardproof.files import DAMAGE, read_input
 _NAME = "pyproject.toml"
 _TABLE = "tool.shardproof"
 #: Options that belong to one command line: they name a run, or say what is done once.
-_TYPED = frozenset(
-    "campaign case collect-only dry-run force help into json last-failed lf output rerun-failed "
-    "results resume seed shard".split()
+_TYPED = (
+    *("campaign", "case", "collect-only", "dry-run", "force", "help", "into", "json"),
+    *("last-failed", "lf", "output", "rerun-failed", "results", "resume", "seed", "shard"),
 )
 #: With these words another run, or chance, has the cases: defaults that choose cases do not apply.
 _CHOOSE = ("--resume", "--rerun-failed", "--last-failed", "--lf", "--campaign", "--case")

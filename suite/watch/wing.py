@@ -16,6 +16,7 @@ class Watch(Wing):
     examples = (
         "shardproof watch train.py --nproc 4                        watch a training script",
     )
+    first = ("shardproof watch train.py --nproc 4          a training script, unchanged",)
 
     def add_commands(self, app: typer.Typer) -> None:
         """Add ``watch``."""

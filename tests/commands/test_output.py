@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shardproof import report, verdicts
 from shardproof.checks.results import CaseResult, Kill
-from shardproof.commands.explain import explain
+from shardproof.explain.command import explain, meanings
 from shardproof.report import brief
 from shardproof.table import Table
 
@@ -36,7 +36,7 @@ def results(names: list[str], verdict: str = "pass") -> list[CaseResult]:
 
 
 def kill(name: str, parent: str, why_not: str = "") -> Kill:
-    return Kill(name, parent, ("traffic",), (), not why_not, why_not, "fail", "", "fp64", 3e9)
+    return Kill(name, parent, ("traffic",), (), not why_not, why_not, "fail", "", "fp64", 3e9, 0.5)
 
 
 def printed(width: int, *tables: Table) -> list[str]:
@@ -172,7 +172,7 @@ def test_without_a_command_it_says_what_to_do_first() -> None:
 
 
 def test_every_verdict_and_check_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [*verdicts.MEANINGS] == [*verdicts.VERDICTS]
+    assert [*meanings()] == [*verdicts.VERDICTS]
     for name in (*verdicts.VERDICTS, "hang(rank 2 waits)", "traffic"):
         explain(name)
         first, *rest = capsys.readouterr().out.splitlines()

@@ -125,7 +125,7 @@ def test_a_link_opens_what_is_folded(browser: Any, file: Path) -> None:
         page.locator("nav a[href='#traffic']").click()
         assert folded.get_attribute("open") is not None
         page.locator(".broken a[href^='#s-']").first.click()
-        assert page.locator([id^='s-']").first.is_visible()
+        assert page.locator("[id^='s-']").first.is_visible()
 
 
 def test_the_command_of_a_failure_can_be_copied(browser: Any, file: Path) -> None:

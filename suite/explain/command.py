@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from shardproof import verdicts
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.scenarios import source
 
 if TYPE_CHECKING:
     from shardproof.case import Case
@@ -38,7 +40,7 @@ def explain(
     if "::" in name:
         lines = _case(name)
     elif (kind := verdicts.kind(name)) == name or "(" in name:
-        lines = iter((f"verdict {kind}", *textwrap.wrap(verdicts.MEANINGS[kind], _WIDTH)))
+        lines = iter((f"verdict {kind}", *textwrap.wrap(meanings()[kind], _WIDTH)))
     elif name in checks.CHECKS:
         lines = iter((f"check {name}", *checks.explanation(name).splitlines()))
     else:
@@ -46,6 +48,12 @@ def explain(
         raise SelectionError(Problem("no case, check or verdict", remedy, name))
     for line in lines:
         echo(line)
+
+
+def meanings() -> dict[str, str]:
+    """What each verdict means, and what to do about it."""
+    found = source.read(Path(__file__).with_name("verdicts.yaml")).plain()
+    return {verdict: str(text) for verdict, text in found.items()}
 
 
 def _case(name: str) -> Iterator[str]:

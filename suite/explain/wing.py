@@ -1,0 +1,31 @@
+"""What this wing adds to the core: the command ``shardproof explain``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardproof.wings import Wing
+
+if TYPE_CHECKING:
+    import typer
+
+
+class Explain(Wing):
+    """What a case, a check or a verdict means."""
+
+    examples = (
+        "shardproof explain fail                                    what a verdict or a check means",
+    )
+    first = (
+        "shardproof explain fail                      what a verdict, a check or a case means",
+    )
+
+    def add_commands(self, app: typer.Typer) -> None:
+        """Add ``explain``."""
+        from shardproof.explain import command
+
+        short = "Say what a case, a check or a verdict means."
+        app.command("explain", short_help=short)(command.explain)
+
+
+WING = Explain()
