@@ -14,7 +14,7 @@ class Explain(Wing):
     """What a case, a check or a verdict means."""
 
     examples = (
-        "shardproof explain fail                                    what a verdict or a check means",
+        "shardproof explain fail                                    what a verdict means",
     )
     first = (
         "shardproof explain fail                      what a verdict, a check or a case means",
