@@ -24,6 +24,8 @@ from shardproof.table import fenced, markdown_text
 if TYPE_CHECKING:
     from rich.console import Console
 
+#: Comparisons or cells that a terminal shows with all that is known of them.
+_FEW = 3
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -49,11 +51,11 @@ class Pairs(Section):
         return tables.table(self.pairs).markdown()
 
     def show(self, console: Console, rows: bool = True, quiet: bool = False) -> None:
-        many = len(self.pairs) > brief.MOST
+        many, rows = len(self.pairs) > brief.MOST, rows or len(self.pairs) <= _FEW
         few = tables.by_family(self.pairs) if many else tables.table(self.pairs, tables.BRIEF)
         if not quiet:
             console.print(tables.table(self.pairs, tables.NARROW) if rows else few)
-        for pair in self.pairs if rows else _broken(self.pairs):
+        for pair in self.pairs if rows and not quiet else _broken(self.pairs):
             first, *rest = tables.details(pair)
             for text in (first, *tables.beside(pair), *rest):
                 print_line(console, text)
@@ -88,7 +90,7 @@ class Cells(Section):
         return scaling.markdown(self.cells)
 
     def show(self, console: Console, rows: bool = True, quiet: bool = False) -> None:
-        if not rows:
+        if quiet or not (rows or len(self.cells) <= _FEW):
             if not quiet:
                 console.print(scaling.by_family(self.cells))
             for heading, items in scaling.remarks_by_system(_broken(self.cells)):
@@ -130,10 +132,10 @@ class Collectives(Section):
 
 
 def _broken(lines: Sequence[L]) -> list[L]:
-    """Those that failed, which a terminal always shows in full."""
+    """Those that failed or missed their goal, which a terminal always shows in full."""
     from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
 
-    return [line for line in lines if looks.head(line.verdict) in stats.BROKEN]
+    return [line for line in lines if looks.head(line.verdict) in stats.BROKEN or line.missed]
 
 
 def sections(run: Run) -> list[Section]:

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 class Explain(Wing):
     """What a case, a check or a verdict means."""
 
-    examples = (
-        "shardproof explain fail                                    what a verdict means",
-    )
+    examples = ("shardproof explain fail                                    what a verdict means",)
     first = (
         "shardproof explain fail                      what a verdict, a check or a case means",
     )

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 #: Rows of a table; with headings and closing lines 40 lines at most.
 MOST = 34
+#: Rows of other tables that a terminal shows in place of these.
+FEW = 12
 #: Verdicts that a narrow column says in fewer words.
 _SHORT = {
     verdicts.WORKING_PRECISION_ONLY: "working precision",

@@ -103,14 +103,14 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
 
 
 def show(results: Sequence[CaseResult], write: Print, rows: bool = True) -> None:
-    """The tables of cases that a terminal shows: a row for each family, or (``rows``) all results,
-    then memory and pipelines, if any.
+    """The tables of cases that a terminal shows: results, then memory and pipelines, if any; where
+    they have many ``rows`` that nobody asked for, one row for each family.
     """
-    if not rows:
-        write(brief.of_cases(results))
-        return
     run = Run(Path(), Header(invocations=[]), cases=[*results])
     first, *others = (table for part in ABOVE for table in part.terminal(run))
+    if not rows and sum(len(table.rows) for table in (first, *others)) > brief.FEW:
+        write(brief.of_cases(results))
+        return
     write(first)
     for table in others:
         if table.rows:
@@ -137,11 +137,12 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
 
 
 def show_kills(lines: Sequence[Kill], write: Print, rows: bool = True) -> None:
-    """What became of the faults that were planted: a row for each family, or (``rows``) the kill
-    matrix; nothing is known of faults that were left out.
+    """What became of the faults that were planted: the kill matrix, or one row for each family where
+    there are many ``rows`` that nobody asked for.  Nothing is known of faults that were left out.
     """
     if judged := kills.judged(lines):
-        write(kills.table(judged).titled("") if rows else brief.of_kills(judged))
+        whole = rows or len(judged) <= brief.FEW
+        write(kills.table(judged).titled("") if whole else brief.of_kills(judged))
 
 
 def show_survivors(lines: Sequence[Kill], write: Print) -> None:

@@ -207,5 +207,5 @@ def test_saves_and_loads_end_in_a_run_that_is_judged_again(command: Any, tmp_pat
     assert [one.what[:9] for one in found["save"].counted] == ["peak of A", "peak of B"]
     code, out, errors = command("verify", str(folder))
     assert code == 0, out + errors
-    code, out, _ = command("report", str(folder))
+    code, out, _ = command("report", str(folder), "-v")
     assert code == 0 and "bytes read, 2 ranks to 1" in out

@@ -144,7 +144,10 @@ def test_a_run_prints_one_line_or_one_for_each_system(quiet: bool, tmp_path: Pat
     if quiet:
         assert lines == [f"{summary}; evidence: one"]
     else:
-        assert [line.split()[0] for line in lines[:2]] == ["system", "reference/ddp"]
+        assert [line.split()[0] for line in lines[:2]] == [
+            "implementation",
+            "reference/ddp+small_buckets",
+        ]
         assert lines[2:] == [summary, "evidence: one"]
 
 
