@@ -137,8 +137,8 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
 
 
 def show_kills(lines: Sequence[Kill], write: Print, rows: bool = True) -> None:
-    """What became of the faults that were planted: the kill matrix, or one row for each family where
-    there are many ``rows`` that nobody asked for.  Nothing is known of faults that were left out.
+    """What became of the faults that were planted: the kill matrix, or one row for each family
+    where there are many ``rows`` that nobody asked for.
     """
     if judged := kills.judged(lines):
         whole = rows or len(judged) <= brief.FEW

@@ -93,7 +93,7 @@
 
   // A link opens what is folded around its target.
   const open = (hash) => {
-    const target = hash && document.getElementById(hash.slice(1));
+    const target = hash ? document.getElementById(hash.slice(1)) : null;
     for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
     return target;
   };
