@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardproof.checks.results import CaseResult
 
 EVERY_SECONDS = 30.0
-#: Columns where standard output is not a terminal and ``COLUMNS`` does not say how wide it is.
+#: Columns where standard output is not a terminal.
 _WIDE = 240
 #: Characters of a bar, cases that are named while they run (in a line: fewer), and seconds that are
 #: shown as minutes.
@@ -113,7 +113,7 @@ def make_console() -> Console:
     if collected is not None:
         return collected  # type: ignore[no-any-return]
     is_terminal = sys.stdout.isatty()
-    width = None if is_terminal or "COLUMNS" in os.environ else _WIDE
+    width = None if is_terminal else _WIDE
     # Colours may be forced where there is no terminal (FORCE_COLOR); a bar that moves may not.
     live = None if is_terminal else False
     return Heard(width=width, highlight=False, force_interactive=live)

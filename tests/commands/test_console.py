@@ -110,16 +110,6 @@ def test_no_color_leaves_colours_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[31m" not in file.getvalue() and "b" in file.getvalue()
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_piped_output_is_as_wide_as_columns_say(
-    width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert make_console().width == width
-    monkeypatch.delenv("COLUMNS")
-    assert make_console().width == 240
-
-
 def test_a_terminal_shows_a_live_view_as_narrow_as_it_is(clock: list[float]) -> None:
     out, file = console(60, True)
     made = cases(3, "package.module:AClassWithALongName_" + "x" * 40)
