@@ -111,7 +111,7 @@ def make_console() -> Console:
 
     collected: Any = _COLLECTED.get()
     if collected is not None:
-        return collected  # type: ignore[no-any-return]
+        return collected
     is_terminal = sys.stdout.isatty()
     width = None if is_terminal else _WIDE
     # Colours may be forced where there is no terminal (FORCE_COLOR); a bar that moves may not.

@@ -52,7 +52,8 @@ class Commands(TyperGroup):
                 return super().invoke(ctx)
         except options.NOT_UNDERSTOOD as error:
             error.message = error.message.replace(_OF_PYDANTIC, "")
-            where, option = getattr(error, "ctx", None), getattr(error, "param", None)
+            where: Any = getattr(error, "ctx", None)
+            option: Any = getattr(error, "param", None)
             source = where.get_parameter_source(option.name) if where and option else None
             if source is None or source.name != "DEFAULT_MAP":
                 raise

@@ -131,11 +131,11 @@ def groups(run: Run) -> list[CaseGroup]:
         key = case.implementation, case.backend, "refuses" in case.expect
         members.setdefault(key, []).append(result)
     found = []
-    for number, ((*place, refuses), cases) in enumerate(sorted(members.items()), 1):
+    for number, ((name, backend, refuses), cases) in enumerate(sorted(members.items()), 1):
         cases.sort(key=lambda r: (verdicts.VERDICTS.index(verdicts.kind(r.verdict)), r.id))
         counts = verdicts.count(cases)
         red = any(counts[verdict] for verdict in verdicts.RED)
-        found.append(CaseGroup(f"g-{number}", *place, counts, red, cases, refuses))
+        found.append(CaseGroup(f"g-{number}", name, backend, counts, red, cases, refuses))
     return found
 
 
