@@ -12,7 +12,7 @@ import pytest
 from commands import here, shardproof
 
 from shardproof.runs.run_folder import read
-from shardproof.table import number
+from shardproof.table import number as numbered
 
 ROOT = Path(__file__).parents[2]
 CASE = "ddp-gpt::reference/ddp+small_buckets::in_memory::replicate2::sgd::noclip::fp64::quick"
@@ -327,7 +327,7 @@ def test_fail_fast_leaves_the_rest_to_resume(tmp_path: Path) -> None:
     run = read(tmp_path / "run")
     assert [r.verdict for r in run.cases] == ["fail"] * 2 and run.left_out
     assert {line.reason for line in run.left_out} == {"stopped after 2 failures"}
-    told = f"{number(len(run.left_out), 'case')} left out; to run them: shardproof run --resume"
+    told = f"{numbered(len(run.left_out), 'case')} left out; to run them: shardproof run --resume"
     assert told in done.stdout
     assert f"--resume --results {folder}" in done.stdout
     again = here("run", "--resume", "--results", folder, "--dry-run")
