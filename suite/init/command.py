@@ -18,12 +18,13 @@ from typing import Annotated
 
 import typer
 
-from shardproof import VERSION, verdicts
+from shardproof import verdicts
 from shardproof.backends import USUAL
 from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
+from shardproof.init import requirement
 
 TEST = '''\
 """Splitting the work over ranks changes nothing but the cost."""
@@ -49,8 +50,13 @@ def init(
     impl: Annotated[str, typer.Argument(metavar="IMPL", help="package.module:Class, or a name")],
     into: Annotated[Path, typer.Option("--into", metavar="DIR", help="the repository")] = Path(),
     install: Annotated[
-        str, typer.Option("--install", metavar="REQ", help="what pip installs the suite from in CI")
-    ] = f"shardproof=={VERSION}",
+        str | None,
+        typer.Option(
+            "--install",
+            metavar="REQ",
+            help="what pip installs the suite from in CI (default: where this installation is from)",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace files that are there")] = False,
     jobs: options.Jobs = None,
 ) -> None:
@@ -73,7 +79,8 @@ def init(
     with Pool(1) as leaders:
         preflight.check([impl], leaders)
         axes, backends = preflight.abilities(impl, leaders)
-    texts = written(impl, axes, backends, install)
+    source = requirement.default() if install is None else requirement.Requirement(install)
+    texts = written(impl, axes, backends, source.text)
     there = [path for path in (*texts, BASELINE) if _differs(into / path, texts.get(path))]
     if there and not force:
         remedy = "--force replaces them, or name another repository by --into"
@@ -89,6 +96,8 @@ def init(
         echo(f"wrote {into / path}")
     if ignores:
         echo(f"added {RESULTS} to {into / IGNORES}: runs stay out of the repository")
+    if source.warning:
+        echo(f"note: {source.warning}", err=True)
     if code:
         echo("not all cases hold, as the baseline says: until they do the gate breaks", err=True)
     raise typer.Exit(code)

@@ -60,7 +60,7 @@ def begun(command: Sequence[str], now: str) -> Invocation:
 
 def fingerprint() -> Fingerprint:
     return Fingerprint(
-        cpu=_cpu_model(),
+        cpu=cpu_model(),
         cores=cores(),
         memory_bytes=_memory_bytes(),
         system=platform.system(),
@@ -128,7 +128,8 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The name of this machine's CPU."""
     try:
         told = re.search(r"(?im)^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text("utf-8"))
     except OSError:  # not on Linux, or hidden in a sandbox

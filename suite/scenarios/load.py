@@ -165,6 +165,12 @@ def _paths(argument: str, root: Path) -> list[Path]:
         raise SelectionError(Problem("not a path", "name a file or folder", argument)) from None
     if is_folder:
         return _judged_in(path)
+    if not is_file and path.parts[:1] == ("scenarios",):
+        # A page or a case id names a shipped file as a checkout has it.
+        shipped = SHIPPED.joinpath(*path.parts[1:])
+        if shipped.is_dir():
+            return _judged_in(shipped)
+        path = shipped if shipped.is_file() else path
     if is_file or path.suffix in (".yaml", ".yml"):
         return [path]
     stems = {candidate.stem: candidate for candidate in _files_below(root)}

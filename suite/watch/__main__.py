@@ -25,6 +25,7 @@ def main(words: Sequence[str]) -> None:
     from shardproof.watch import rank
 
     watch = rank.activate()
+    watch.run_as(words)
     sys.argv[:] = words
     sys.path[0] = str(Path(words[0]).resolve().parent)
     try:

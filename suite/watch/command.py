@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,6 +112,13 @@ class Watched:
             variables["SHARDPROOF_WATCH_EVERY"] = str(self.every)
         return variables
 
+    def typed(self, script: Sequence[str]) -> list[str]:
+        """The command that watches ``script`` once more in this way."""
+        words = ["shardproof", "watch", script[0], "--nproc", str(self.nproc)]
+        words += ["--replicas", self.replicas] if self.replicas else []
+        words += [] if self.every is None else ["--every", str(self.every)]
+        return [*words, *(["--", *script[1:]] if script[1:] else [])]
+
 
 @options.grouped()
 def watch(
@@ -176,7 +185,9 @@ def _run(script: list[str] | None, how: Watched) -> int:
     with Interrupts():
         try:
             from shardproof.watch import launch  # it takes seconds to import torch
+            from shardproof.watch.rank import COMMAND
 
+            variables[COMMAND] = shlex.join(how.typed(script))
             launch.run(script, how.nproc, folder, variables, how.standstill)
         except KeyboardInterrupt:
             interrupted = True

@@ -43,12 +43,17 @@ from shardproof.errors import Problem, SelectionError
 from shardproof.files import fast_json, write_whole
 from shardproof.launch import process_control, stacks
 from shardproof.launch.outcome import of_exception
+from shardproof.launch.process_control import cores
+from shardproof.runs.machine import cpu_model
+from shardproof.table import number
 from shardproof.watch import calls, groups, replica_sets
 from shardproof.watch.compare import Compared
 from shardproof.watch.exchange import WAIT_SECONDS, BrokenExchange, Exchange
 from shardproof.watch.found import local
 from shardproof.watch.record import Finding, RankRecord
 
+#: Variable with the command that started the ranks.
+COMMAND = "SHARDPROOF_WATCH_COMMAND"
 #: Seconds between two writings of the record while nothing is found.
 FLUSH_SECONDS = 2.0
 #: What is said of steps that come when the ranks no longer reach one another.
@@ -130,6 +135,10 @@ class Watch:
         self.record = RankRecord(
             *(rank, world, os.getpid(), platform.node(), sys.argv[0], torch.__version__),
             restarts=restarts,
+            arguments=sys.argv[1:],
+            command=os.environ.get(COMMAND, ""),
+            began=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+            machine=f"{cpu_model()}, {number(cores(), 'core')}",
         )
         settings.folder.mkdir(parents=True, exist_ok=True)
         self._calls = calls.Calls(settings.folder / f"rank{rank}.calls")
@@ -153,6 +162,10 @@ class Watch:
         self.record.write(settings.folder)
 
     # ------------------------------------------------------------------------------------- hooks
+
+    def run_as(self, words: Sequence[str]) -> None:
+        """Record the script that this process is about to run: ``sys.argv`` still names another."""
+        self.record.script, self.record.arguments = words[0], [*words[1:]]
 
     def install(self) -> None:
         """Hook steps of optimizers and the groups of this process."""

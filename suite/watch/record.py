@@ -81,6 +81,12 @@ class RankRecord(Stored):
     torch: str
     #: How many times this rank was started before.
     restarts: int = 0
+    #: Arguments of the script; what was typed, as far as it is known; when the rank started (UTC).
+    arguments: list[str] = field(default_factory=list)
+    command: str = ""
+    began: str = ""
+    #: CPU and cores.
+    machine: str = ""
     backend: str = ""
     initialised: bool = False
     optimizers: list[Watched] = field(default_factory=list)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -58,6 +59,22 @@ class Report:
         for one in self.judged.records.values():
             return f"{Path(one.script).name} on {number(one.world, 'rank')}"
         return "dumps of the Flight Recorder"
+
+    def origin(self) -> list[tuple[str, str]]:
+        """Where the report comes from: a label and its text, those that are known."""
+        if not self.judged.records:
+            return []
+        records = self.judged.records.values()
+        one = next(iter(records))
+        machines = dict.fromkeys(f"{r.host} ({r.machine})" if r.machine else r.host for r in records)
+        rows = {
+            "script": shlex.join([one.script, *one.arguments]),
+            "command": one.command,
+            "started": one.began,
+            "machine": some([*machines], _NAMES),
+            "torch": one.torch,
+        }
+        return [(label, text) for label, text in rows.items() if text]
 
     def others(self) -> list[str]:
         """What was found beside the headline."""
@@ -111,6 +128,11 @@ def show(report: Report, write: Print) -> None:
     for sentence in report.unseen():
         write(Text(printable(f"  {sentence}")), soft_wrap=True)
     write(Text(printable(report.compared())), soft_wrap=True)
+    for label, said in report.origin():
+        write(Text(printable(f"{label}: {said}")), soft_wrap=True)
+    if report.state != "held":
+        # Once more: the first line has left the screen by now.
+        write(Text(printable(report.headline), style=f"bold {color}"), soft_wrap=True)
 
 
 def text(report: Report) -> str:
@@ -144,7 +166,9 @@ def document(report: Report) -> str:
     lines += [f"- {markdown_text(sentence)}" for sentence in report.others()]
     lines += ["", *(table.section(2) for table in report.tables())]
     lines += ["## Cannot see", "", *(f"- {markdown_text(said)}" for said in report.unseen())]
-    return printable("\n".join([*lines, "", f"{markdown_text(report.compared())}."]) + "\n")
+    lines += ["", f"{markdown_text(report.compared())}.", "", "## Origin", ""]
+    lines += [f"- {label}: {markdown_text(said)}" for label, said in report.origin()]
+    return printable("\n".join(lines) + "\n")
 
 
 def html(report: Report) -> str:

@@ -17,9 +17,9 @@ import typer
 import yaml
 from commands import here, pytest_here
 
-from shardproof import VERSION
 from shardproof.commands import main
 from shardproof.compare import policy
+from shardproof.init import requirement
 from shardproof.init.command import BASELINE, PLACES, _ignoring, written
 
 pytestmark = pytest.mark.launches
@@ -50,6 +50,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = here("init", "mine:Mine", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 judged (8 pass)" in done.stdout + done.stderr
+    assert "note: the workflow " in done.stderr and "--install" in done.stderr
     assert "evidence" not in done.stdout + done.stderr, "the run of the baseline does not stay"
     return folder
 
@@ -120,7 +121,7 @@ def test_its_workflow_installs_what_is_there(
         text=True,
         check=False,
     )
-    wanted = ["install", f"shardproof=={VERSION}", *installed]
+    wanted = ["install", requirement.default().text, *installed]
     assert (done.returncode, done.stdout.split("\n")[:-1]) == (0, wanted), done.stderr
 
 
@@ -330,3 +331,50 @@ def test_the_action_s_defaults_are_where_init_writes() -> None:
     named = {inputs[name]["default"] for name in ("scenario", "baseline", "policy")}
     wanted = (PLACES["strategy.yaml"], PLACES["policy.yaml"], BASELINE)
     assert named == set(map(str, wanted))
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("remote", "wanted"),
+    [
+        ("https://host/a/b.git", "git+https://host/a/b.git"),
+        ("https://user:secret@host/a/b.git", "git+https://host/a/b.git"),
+        ("git@host:a/b.git", "git+ssh://git@host/a/b.git"),
+        ("ssh://git:secret@host/a/b.git", "git+ssh://git@host/a/b.git"),
+        ("/somewhere/here", ""),
+    ],
+)
+def test_ci_installs_the_commit_of_a_checkout(tmp_path: Path, remote: str, wanted: str) -> None:
+    """No index has the version of a checkout, and CI has no folder of this machine."""
+    name = ["-c", "user.name=a", "-c", "user.email=a"]
+    commands = (["init", "-q"], ["remote", "add", "origin", remote])
+    for words in (*commands, [*name, "commit", "-q", "--allow-empty", "-m", "a"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    found = requirement.of_checkout(tmp_path)
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    assert "secret" not in found.text + found.warning
+    if wanted:
+        assert found.text == f"shardproof @ {wanted}@{head}" and head[:12] in found.warning
+    else:
+        assert found.text == f"shardproof @ {tmp_path.as_uri()}"
+        assert "only this machine has" in found.warning and "--install" in found.warning
+
+
+def test_ci_installs_what_was_installed_from_elsewhere() -> None:
+    direct = {"url": "https://host/r.git", "vcs_info": {"vcs": "git", "commit_id": COMMIT}}
+    assert requirement.of_url(direct).text == f"shardproof @ git+https://host/r.git@{COMMIT}"
+    wheel = "https://host/shardproof.whl"
+    assert requirement.of_url({"url": wheel}).text == f"shardproof @ {wheel}"
+
+
+def test_hints_that_name_an_extra_need_no_index() -> None:
+    """pip takes the installed distribution, whatever an index has: `pip install 'shardproof[mpi]'`."""
+    words = ["-m", "pip", "install", "--no-index", "--dry-run", "shardproof[cluster]"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    told = done.stdout + done.stderr
+    if "No matching distribution found for docker" not in told:
+        assert done.returncode == 0, told

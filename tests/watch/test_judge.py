@@ -176,3 +176,22 @@ def test_ranks_without_a_record_are_no_pass() -> None:
     judged = decide({0: rank(0), 1: rank(1, world=4)}, [], {})
     assert judged.verdict == "undecidable"
     assert judged.reason.startswith("ranks 2-3 left no record")
+
+
+def test_a_report_says_where_it_comes_from_and_ends_in_its_finding() -> None:
+    """The first line of a long report has left the screen when its last one is printed."""
+    told: dict[str, Any] = {
+        "arguments": ["--lr", "0 1"],
+        "command": "shardproof watch train.py --nproc 2 -- --lr '0 1'",
+        "began": "2026-01-02 03:04:05 UTC",
+        "machine": "EPYC, 2 cores",
+    }
+    report = Report(decide(both(found("parameters"), **told), [], {}))
+    for form in (text(report), document(report), html(report)):
+        for said in ("train.py --lr", "watch train.py --nproc 2", "2026-01-02 03:04:05 UTC"):
+            assert said in form
+        assert "host (EPYC, 2 cores)" in form
+    lines = text(report).splitlines()
+    assert lines[0] == lines[-1] == "fail: parameters at step 5"
+    sound = text(Report(decide(both(), [], {}))).splitlines()
+    assert sum(line.startswith("pass: ") for line in sound) == 1

@@ -52,6 +52,8 @@ def test_a_sound_script_passes(command: Any, tmp_path: Path, text: str) -> None:
     for what in ("initial parameters", "gradients", "optimizer state", "parameters"):
         assert any(held.startswith(what) for held in report["held"]), told
     assert "cannot see" in told
+    assert f"command: shardproof watch {script} --nproc 2\n" in told
+    assert "# Watched: train.py on 2 ranks\n" in (tmp_path / "run/report.md").read_text()
 
 
 #: Name -> (changes, base, kind of the first finding, its sentence).
