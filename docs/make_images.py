@@ -1,13 +1,13 @@
 """Makes the pictures of the README from real runs.
 
     python docs/make_images.py matrix RUN          # docs/images/matrix.svg: verdicts of a run
-    python docs/make_images.py cast                # docs/images/caught.svg: a planted fault, caught
+    python docs/make_images.py terminal            # docs/images/caught.svg: a planted fault, caught
     python docs/make_images.py efficiency RUN ...  # docs/images/efficiency.svg: by bandwidth
     python docs/make_images.py badges              # docs/images/badge-*.svg: what the package needs
 
 The matrix has a row for each implementation and a column for each capability; a cell shows the
-worst that the cases of all backends say.  The cast runs the commands of ``COMMANDS`` and shows
-their output line by line, at the pace at which it came, waits shortened to ``LONGEST_WAIT``.
+worst verdict of all backends.  The terminal shows the commands of ``COMMANDS`` with their whole
+output; it has no animation, so it is never empty.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
+import textwrap
 import tomllib
 from collections.abc import Sequence
 from html import escape
@@ -32,14 +32,14 @@ from shardproof.runs.run_folder import find_run, read
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs/images"
-#: What the cast shows.
+#: What the terminal shows.
 COMMANDS = (
     "shardproof run ddp-gpt --impl mutants/ddp_misses_replaced_parameter "
     "--tier full -k 'in_memory and fp64 and replicate3 and sgd and noclip'",
     "shardproof mutants --impl ddp_misses_replaced_parameter",
 )
-#: Columns of the cast, and seconds.
-WIDTH, LONGEST_WAIT, LAST_FRAME = 110, 1.5, 6.0
+#: Columns of the terminal.
+WIDTH = 110
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 SANS = "-apple-system, Segoe UI, Helvetica, Arial, sans-serif"
 
@@ -65,7 +65,8 @@ def matrix(run: Path) -> str:
     """The verdicts of ``run``."""
     evidence = read(run)
     cells = capability_matrix.cells(evidence.cases, evidence.left_out)
-    columns = capability_matrix.columns(cells)
+    named = {cell.capability for cell in cells}
+    columns = [name for name in capability_matrix.CAPABILITIES if name in named]
     rows = sorted({cell.implementation for cell in cells if "/" in cell.implementation})
     states = {
         (row, column): worst(
@@ -108,24 +109,21 @@ def matrix(run: Path) -> str:
         f"text{{font:11px {SANS};fill:#24292f}}.paper{{fill:#ffffff}}"
         "@media (prefers-color-scheme:dark){text{fill:#d0d7de}.paper{fill:#0d1117}}"
     )
-    judged = sum(1 for line in evidence.cases)
-    name = f"{judged} cases: implementations by capability, the worst verdict of all backends"
+    name = "Implementations by capability: the worst verdict of all backends"
     return svg(left + len(columns) * size + 70, y + 14, name, body, style)
 
 
-# ------------------------------------------------------------------------------------------- cast
+# --------------------------------------------------------------------------------------- terminal
 
 
-def record(command: str, folder: Path) -> list[tuple[float, str]]:
-    """(seconds since the start, line) of what ``command`` prints once a case has ended."""
-    found = [(0.0, f"$ {command}")]
+def record(command: str, folder: Path) -> list[str]:
+    """``command`` and the lines that it prints."""
     environment = {
         **{name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
-    started = time.monotonic()
-    with subprocess.Popen(
+    done = subprocess.run(
         f"{command} --results {folder}",
         shell=True,
         cwd=ROOT,
@@ -133,64 +131,74 @@ def record(command: str, folder: Path) -> list[tuple[float, str]]:
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            text = line.rstrip("\n").replace(str(folder), "results/RUN")
-            if not text.startswith("  0/"):  # told every 10 s, so on busy machines alone
-                found.append((time.monotonic() - started, text))
-    return found
+        check=False,
+    )
+    return [f"$ {command}", *done.stdout.replace(str(folder), "results/RUN").splitlines()]
 
 
 def wrapped(line: str) -> list[str]:
-    """``line`` as a terminal of ``WIDTH`` columns shows it."""
-    return [line[start : start + WIDTH] for start in range(0, len(line), WIDTH)] or [""]
+    """``line`` in pieces of ``WIDTH`` columns, broken between words where there are any."""
+    return textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]
 
 
-def cast() -> str:
-    """A planted fault, caught."""
-    shown: list[tuple[float, str]] = []
-    clock = 0.0
-    with tempfile.TemporaryDirectory() as place:
-        for number, command in enumerate(COMMANDS):
-            before = 0.0
-            for at, line in record(command, Path(place) / str(number)):
-                clock += min(at - before, LONGEST_WAIT)
-                before = at
-                shown += [(clock, part) for part in wrapped(line)]
-            clock += LONGEST_WAIT
-            shown.append((clock, ""))
-    total, high = clock + LAST_FRAME, 17
+def kind_of(line: str) -> str:
+    """The style of a whole ``line``: its colour must not depend on where it is wrapped."""
+    if line.startswith("$ "):
+        return "prompt"
+    if re.search(r"\bfail\b|differs|too large|error", line):
+        return "bad"
+    return "good" if re.search(r"\bkilled\b", line) else ""
+
+
+def terminal(outputs: Sequence[Sequence[str]]) -> str:
+    """The commands and their output, with an empty line after each."""
+    shown: list[tuple[str, str]] = []
+    for lines in outputs:
+        shown += [(kind_of(line), part) for line in lines for part in wrapped(line)]
+        shown.append(("", ""))
+    high = 17
     body = ['<rect width="100%" height="100%" rx="8" fill="#0d1117"/>']
-    style = [
-        f"text{{font:12.5px {FONT};fill:#d0d7de;white-space:pre}}"
-        ".prompt{fill:#7ee787;font-weight:600}"
-        ".bad{fill:#ff9d8a}.good{fill:#7ee787}"
-        # Without motion the whole output stands there.
-        "@media (prefers-reduced-motion:no-preference){.line{opacity:0}"
-    ]
-    for number, (at, line) in enumerate(shown):
-        kind = "prompt" if line.startswith("$ ") else ""
-        if re.search(r"\bfail\b|differs|too large|error", line) and not kind:
-            kind = "bad"
-        if re.search(r"\bkilled\b", line) and not kind:
-            kind = "good"
-        share = 100 * at / total
-        style.append(
-            f"@keyframes l{number}{{0%,{share:.2f}%{{opacity:0}}"
-            f"{share + 0.01:.2f}%,100%{{opacity:1}}}}"
-            f".l{number}{{animation:l{number} {total:.1f}s linear infinite}}"
-        )
+    for number, (kind, line) in enumerate(shown):
         body.append(
-            f'<text class="line l{number} {kind}" x="14" y="{26 + number * high}" '
+            f'<text class="{kind}" x="14" y="{26 + number * high}" '
             f'xml:space="preserve">{escape(line)}</text>'
         )
-    style.append("}")
+    style = (
+        f"text{{font:12.5px {FONT};fill:#d0d7de;white-space:pre}}"
+        ".prompt{fill:#7ee787;font-weight:600}.bad{fill:#ff9d8a}.good{fill:#7ee787}"
+    )
     name = "A terminal: a planted fault is caught; the failure names tensor, step and rank"
-    return svg(28 + WIDTH * 7.6, 36 + len(shown) * high, name, body, "".join(style))
+    return svg(28 + WIDTH * 7.6, 36 + len(shown) * high, name, body, style)
+
+
+def recorded() -> str:
+    """The terminal with the commands of ``COMMANDS``, run now."""
+    with tempfile.TemporaryDirectory() as place:
+        return terminal(
+            [record(text, Path(place) / str(number)) for number, text in enumerate(COMMANDS)]
+        )
 
 
 # ------------------------------------------------------------------------------------- efficiency
+
+
+def _marks(x: float, y: float) -> list[str]:
+    """The legend of what all panels share; each panel names its own systems."""
+    from shardproof.bench.drawings.markers import marker
+
+    shown = (
+        (str(marker("circle", x + 6, y - 4, "v-0", 2.8)), "measured, with its 95 % interval"),
+        (str(marker("diamond", x + 236, y - 4, "m-modelled", 2.2)), "alpha-beta model"),
+        (
+            f'<line x1="{x + 396}" y1="{y - 4}" x2="{x + 420}" y2="{y - 4}" class="target"/>',
+            "target",
+        ),
+    )
+    places = (x + 16, x + 246, x + 428)
+    return [
+        f'{mark}<text x="{at}" y="{y}">{text}</text>'
+        for (mark, text), at in zip(shown, places, strict=True)
+    ]
 
 
 def efficiency(runs: Sequence[Path]) -> str:
@@ -207,10 +215,11 @@ def efficiency(runs: Sequence[Path]) -> str:
         body.append(f'<text x="{x}" y="24" font-weight="600">{escape(heading)}</text>')
         place = f'<svg x="{x}" y="{top}" width="{wide}" height="{high:g}"'
         body.append(str(panel).replace("<svg", place, 1))
+    body += _marks(14, top + high + 14)
     style = (ROOT / "suite/report/templates/report.css").read_text(encoding="utf-8")
     name = "Efficiency of ranks on nodes by the bandwidth between them, beside the model"
     style += f"text{{font:11px {SANS};fill:var(--ink)}}"
-    return svg(28 + len(panels) * (wide + 20), top + high + 10, name, body, style)
+    return svg(28 + len(panels) * (wide + 20), top + high + 30, name, body, style)
 
 
 # ----------------------------------------------------------------------------------------- badges
@@ -234,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("picture", choices=("matrix", "cast", "efficiency", "badges"))
+    parser.add_argument("picture", choices=("matrix", "terminal", "efficiency", "badges"))
     parser.add_argument("run", nargs="*", help="folders or ids of runs; default: the newest")
     options = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
@@ -249,7 +258,7 @@ def main() -> None:
         for name, text in badges().items():
             (IMAGES / f"badge-{name}.svg").write_text(text)
     else:
-        (IMAGES / "caught.svg").write_text(cast())
+        (IMAGES / "caught.svg").write_text(recorded())
 
 
 if __name__ == "__main__":

@@ -315,7 +315,7 @@ def files(names: Sequence[str]) -> list[Path]:
     root, there = load.default_folder(), known()
     paths: dict[Path, None] = {}
     for name in names or [str(root / "speed")]:
-        path = Path(name)
+        path = load.named(name)
         folder = path if path.is_dir() else root / name
         if name in there:
             paths.setdefault(there[name])

@@ -51,6 +51,11 @@ LOADED: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
 _LAST: Point = "after_update"
 #: What the system itself shows, by kind.
 Local = Mapping[str, Sequence[Piece]]
+#: What is added to an error of ``setup`` on a rank without a state.
+_NO_STATE = (
+    "; the argument state is None on all ranks but rank 0: test for it and broadcast, or declare "
+    "Capabilities(initial_state='everywhere')"
+)
 
 
 class CannotReload(RuntimeError):
@@ -173,7 +178,13 @@ class _Rank:
         coordinate = self.members.share()[0] or 0
         own = self.workload.build_for(self.rank, coordinate)
         build = _WatchedBuild(own, self._watch, self.outputs)
-        self.implementation.setup(build, state, self.case.optimizer, mesh, self.case.options)
+        try:
+            self.implementation.setup(build, state, self.case.optimizer, mesh, self.case.options)
+        except (TypeError, AttributeError) as error:
+            if state is None and "NoneType" in str(error):
+                # In place, so that the traceback still ends in the line of the system.
+                error.args = (f"{error}{_NO_STATE}",)
+            raise
         return self.implementation
 
     def _reload(self) -> None:

@@ -119,6 +119,18 @@ def default_folder() -> Path:
     return here if here.is_dir() else SHIPPED
 
 
+def named(argument: str) -> Path:
+    """The path ``argument``; one that is not there and begins as in a checkout: the shipped file.
+
+    Pages and case ids name the suite's own files from ``scenarios/`` on, in any working folder.
+    """
+    path = Path(argument)
+    if path.parts[:1] == ("scenarios",) and not path.exists():
+        shipped = SHIPPED.joinpath(*path.parts[1:])
+        return shipped if shipped.exists() else path
+    return path
+
+
 def find(arguments: Sequence[str] = (), folder: Path | None = None) -> list[ScenarioFile]:
     """Load the files, folders (all levels) or scenario names in ``arguments``.
 
@@ -158,19 +170,13 @@ def load_all(paths: Iterable[Path]) -> list[ScenarioFile]:
 
 
 def _paths(argument: str, root: Path) -> list[Path]:
-    path = Path(argument)
     try:
+        path = named(argument)
         is_folder, is_file = path.is_dir(), path.exists()
     except (OSError, ValueError):
         raise SelectionError(Problem("not a path", "name a file or folder", argument)) from None
     if is_folder:
         return _judged_in(path)
-    if not is_file and path.parts[:1] == ("scenarios",):
-        # A page or a case id names a shipped file as a checkout has it.
-        shipped = SHIPPED.joinpath(*path.parts[1:])
-        if shipped.is_dir():
-            return _judged_in(shipped)
-        path = shipped if shipped.is_file() else path
     if is_file or path.suffix in (".yaml", ".yml"):
         return [path]
     stems = {candidate.stem: candidate for candidate in _files_below(root)}

@@ -66,7 +66,9 @@ class Report:
             return []
         records = self.judged.records.values()
         one = next(iter(records))
-        machines = dict.fromkeys(f"{r.host} ({r.machine})" if r.machine else r.host for r in records)
+        machines = dict.fromkeys(
+            f"{r.host} ({r.machine})" if r.machine else r.host for r in records
+        )
         rows = {
             "script": shlex.join([one.script, *one.arguments]),
             "command": one.command,

@@ -372,7 +372,7 @@ def test_ci_installs_what_was_installed_from_elsewhere() -> None:
 
 
 def test_hints_that_name_an_extra_need_no_index() -> None:
-    """pip takes the installed distribution, whatever an index has: `pip install 'shardproof[mpi]'`."""
+    """pip takes the installed distribution for 'shardproof[mpi]', whatever an index has."""
     words = ["-m", "pip", "install", "--no-index", "--dry-run", "shardproof[cluster]"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     told = done.stdout + done.stderr

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardproof.backends import BACKENDS
+from shardproof.bench import sides
 from shardproof.case import Case, WorkloadSpec
 from shardproof.errors import InputError, ScenarioError, SelectionError
 from shardproof.scenarios import source
@@ -424,6 +425,24 @@ def test_scenarios_are_found_by_file_folder_and_name(tmp_path: Path) -> None:
     assert names(str(tmp_path)) == ["small", "other"]
     with pytest.raises(SelectionError, match=r"did you mean other\?"):
         names("othr")
+
+
+def test_shipped_scenarios_are_found_as_pages_name_them_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their own files come first."""
+    monkeypatch.chdir(tmp_path)
+    (one,) = find(["scenarios/conformance/data/ddp-gpt.yaml"])
+    assert (one.name, Path(one.file)) == ("ddp-gpt", SHIPPED / "conformance/data/ddp-gpt.yaml")
+    assert len(find(["scenarios/conformance"])) > 5
+    assert sides.files(["scenarios/scaling/strong.yaml"]) == [SHIPPED / "scaling/strong.yaml"]
+    with pytest.raises(ScenarioError, match=r"scenarios/mine\.yaml"):
+        find(["scenarios/mine.yaml"])
+    (tmp_path / "scenarios/conformance/data").mkdir(parents=True)
+    own = tmp_path / "scenarios/conformance/data/ddp-gpt.yaml"
+    own.write_bytes((SHIPPED / "conformance/data/ddp-gpt.yaml").read_bytes())
+    (one,) = find(["scenarios/conformance/data/ddp-gpt.yaml"])
+    assert Path(tmp_path, one.file) == own
 
 
 def test_a_folder_that_goes_while_it_is_searched_has_no_scenarios(

@@ -65,6 +65,16 @@ def of_buffers_at_start(evidence: Evidence) -> str:
     return f"the buffer {some([*wrong])} on {name_ranks(ranks)} {them}" if wrong else ""
 
 
+def _not_given(evidence: Evidence, rank: int) -> str:
+    """The remedy for a rank that ``setup`` gave no state: the declaration says it is broadcast."""
+    if rank == 0 or evidence.declaration.initial_state == "everywhere":
+        return ""
+    return (
+        " (setup gives them to rank 0 alone: broadcast them, or declare "
+        "Capabilities(initial_state='everywhere'))"
+    )
+
+
 def of_start(
     evidence: Evidence, state: Assembled, truth: Tensors, kind: Kind = "parameters"
 ) -> str:
@@ -85,7 +95,8 @@ def of_start(
             if all(p.name in built and fits.same(p.tensor, part(p, built[p.name])) for p in bad):
                 who = "itself" if source == rank else f"on rank {source}"
                 built_by = f"the values that were built {who}"
-                return f"rank {rank} starts {some(names)} from {built_by}, not from those given"
+                started = f"rank {rank} starts {some(names)} from {built_by}, not from those given"
+                return started + _not_given(evidence, rank)
         for other, there in places[names[0]]:
             if all(
                 any(
