@@ -1,4 +1,4 @@
-"""The system of docs/own-fsdp.md passes, and without each of its two lines fails as it says there."""
+"""The system of docs/own-fsdp.md passes, and fails as it says without each of its two lines."""
 
 from __future__ import annotations
 
