@@ -29,6 +29,14 @@ HEADINGS = (
 )
 
 
+#: Bytes of a system that is held to its family, and what a table with such a row says of it.
+WITHIN = "within family bounds"
+OF_FAMILIES = (
+    f"{WITHIN}: a class of your own is held to the bounds of its family; depth = 'layout' or a cost "
+    "model asks for exact bytes (docs/own-class.md)"
+)
+
+
 def terms(result: CaseResult) -> str:
     """What stands behind a system that was not held to a layout of the suite's, or whose adapter
     multiplies losses.
@@ -60,10 +68,25 @@ def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
         worlds = _span(sorted({result.case.world for result in members}))
         told = ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v])
         of_bytes = bytes_text(sent, expected) + (f" ({times:.3g} x {book})" if book else "")
+        of_bytes = WITHIN if not counted and _within_family(members) else of_bytes
         error = error_of(max(members, key=share_of))
         seconds = f"{statistics.median(result.seconds for result in members):.2f}"
         rows.append((name, backend, worlds, told, error, of_bytes, seconds))
-    return Table("Results", HEADINGS, rows, marks, align="llrlllr")
+    notes = [OF_FAMILIES] if any(WITHIN in row for row in rows) else []
+    return Table("Results", HEADINGS, rows, marks, notes=notes, align="llrlllr")
+
+
+def _within_family(results: Sequence[CaseResult]) -> bool:
+    """Whether bytes of ``results`` were compared with the bounds of a family, and none broke them.
+    """
+    held = {
+        check.status
+        for result in results
+        if result.depth == "family"
+        for check in result.checks
+        if check.check == "traffic"
+    }
+    return "pass" in held and "fail" not in held
 
 
 def bytes_of(results: Sequence[CaseResult]) -> tuple[Fraction, Fraction]:

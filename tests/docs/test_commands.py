@@ -21,7 +21,12 @@ from commands import here
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "results/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    # Tutorials are followed by tests/docs/test_tutorials.py.
+    *sorted(
+        path
+        for path in (ROOT / "docs").glob("*.md")
+        if path.stem != "first-verdict" and not path.stem.startswith("tutorial-")
+    ),
     *sorted((ROOT / "deploy").rglob("*.md")),
 ]
 #: Words that begin a command; variables may stand before them.
@@ -63,6 +68,10 @@ ELSEWHERE = {
     "*<*>*": ("none", "a name of the reader's stands in the brackets"),
     "* my.yaml *": ("none", "a scenario of the reader's"),
     "shardproof list coverage --campaign 200 --impl mine:Class": ("none", "a class of theirs"),
+    "shardproof mutants --impl ddp_reports_infinite_loss": (
+        "launches",
+        "tests/docs/test_add_a_check.py: has that fault",
+    ),
     "shardproof bench checkpoint --parameters 200M*": ("slow", "tests/bench: takes 10 GB of disk"),
     "*your_package.module:YourZero1*": ("none", "a class of the reader's"),
 }
@@ -160,8 +169,8 @@ def name(command: Command) -> str:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, its bundle, and the files that the pages have the reader write."""
     folder = tmp_path_factory.mktemp("reader")
-    for shared in ("scenarios", "deploy"):
-        (folder / shared).symlink_to(ROOT / shared)
+    # A page that names files of a checkout says so; scenarios are found without one.
+    (folder / "deploy").symlink_to(ROOT / "deploy")
     shutil.copytree(ROOT / "results", folder / "results", ignore=shutil.ignore_patterns("2*"))
     for file, name in (("mine.py", "own-class"), ("mine.yaml", "own-schedule")):
         page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
@@ -179,6 +188,19 @@ def test_every_command_is_run_or_listed() -> None:
     assert len(ALL) > 150
     left = [one for one in OWN if one not in (*CASES, *FAULTS, *READING)]
     assert not left, f"give each an entry in ELSEWHERE: {left}"
+
+
+#: What no wheel brings along.
+_OF_A_CHECKOUT = re.compile(
+    r"\bresults/baselines/|(?<![\w/])deploy/|\bpython3? (-m tools\b|docs/|deploy/)|^make "
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_whose_commands_need_a_checkout_says_so(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    needs = [line for _, line in typed(text) if _BEGINS.match(line) and _OF_A_CHECKOUT.search(line)]
+    assert not needs or re.search(r"\b(checkout|git clone|this repository)\b", text), needs
 
 
 def test_every_entry_of_the_list_is_of_a_command() -> None:
