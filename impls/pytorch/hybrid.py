@@ -154,7 +154,8 @@ class Hybrid(Pipelining):
         self.data = summing(mesh.axes)
         if self.data == ("replicate",):
             raise Refused(
-                "fully_shard replicates beside shards: add the axis 'shard' (of one rank, say)"
+                "fully_shard replicates only together with shards: add the axis 'shard' "
+                "(of one rank, say)"
             )
         if self.spec.scaler is not None:
             raise Refused("a loss scale: torch's scaler agrees over one mesh, stages have several")

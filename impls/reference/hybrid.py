@@ -138,7 +138,7 @@ class Options(PipelineOptions, Training):
         if "checkpoint" in self.data_options:
             raise Refused(
                 "option 'data_options.checkpoint': all axes save together; give 'checkpoint' "
-                "beside 'data_options'"
+                "next to 'data_options'"
             )
         options = parse_options(kind, self.data_options, "data_options.")
         if not issubclass(kind, Training):
@@ -306,7 +306,7 @@ class ReferenceHybrid(ReferencePipeline):
             own, handles = len(batch.micro_batches), self.handle.handles()  # type: ignore[attr-defined]
             if own < (most := max(h.rounds for h, _ in handles if isinstance(h, zero2.Zero2))):
                 raise Refused(
-                    f"option 'schedule' beside 'data' = 'zero2': {IN_TURN}; this data coordinate "
+                    f"option 'schedule' with 'data' = 'zero2': {IN_TURN}; this data coordinate "
                     f"has {own} micro-batches, another {most}: give all as many, or take zero1"
                 )
         return super().backward(batch) if self.is_cut else Engine.backward(self, batch)

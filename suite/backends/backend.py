@@ -160,11 +160,11 @@ class Backend(ABC):
 
     def depart(self) -> None:
         """Take the calling rank out of all groups, where ``outlives_members``."""
-        raise NotImplementedError(f"{self.name} cannot go on without one of its ranks")
+        raise NotImplementedError(f"{self.name} cannot continue without one of its ranks")
 
     def renew(self) -> None:
         """Let all groups forget calls that were never completed, where ``outlives_members``."""
-        raise NotImplementedError(f"{self.name} cannot go on without one of its ranks")
+        raise NotImplementedError(f"{self.name} cannot continue without one of its ranks")
 
     # ------------------------------------------------------------------ derived from properties
 

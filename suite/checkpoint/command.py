@@ -19,7 +19,7 @@ checkpoints = typer.Typer(
     help="""Look into checkpoints of reference strategies: docs/checkpoints.md.
 
     \b
-    shardproof checkpoint inspect PATH          what is in it, and who saved it
+    shardproof checkpoint inspect PATH          what is in it, and which system saved it
     shardproof checkpoint verify PATH           is every byte as it was written?
     shardproof checkpoint diff PATH OTHER       how do two differ?
     shardproof checkpoint convert PATH FOLDER --to full
@@ -32,7 +32,7 @@ PathArgument = Annotated[
 ]
 
 
-@checkpoints.command(short_help="Say what is in a checkpoint, and who saved it.")
+@checkpoints.command(short_help="Show what is in a checkpoint, and which system saved it.")
 def inspect(
     path: PathArgument,
     names: Annotated[bool, typer.Option("--names", help="a row for each tensor")] = False,

@@ -83,9 +83,9 @@ def run(
     given = head.meant(in_head.run, words).params
     if given["resume"] or given["rerun_failed"]:
         if wanted.results is None:
-            raise SelectionError(Problem("a run to go on with", "name it by --results", "--resume"))
+            raise SelectionError(Problem("no run to resume", "name it with --results", "--resume"))
         if fault:
-            what = "a run that goes on has its cases already"
+            what = "a resumed run has its cases already"
             raise SelectionError(Problem(what, "leave one of the two out", "--fault with --resume"))
         needs = head.needs_of((), given["backend"], wanted)
         wanted = replace(wanted, all_packages=True)
@@ -204,7 +204,7 @@ def build(
 
 @clusters.command("clean")
 def clean(
-    everything: Annotated[bool, typer.Option("--all", help="also end runs that go on")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="also end active runs")] = False,
 ) -> None:
     """Remove what a killed run left behind, or --keep."""
     from shardproof.cluster.containers import cluster

@@ -91,7 +91,7 @@ def compare(
     shown.check()
     if len(runs) < 2 and shown.by != "hardware" and shown.save is None:
         remedy = "name two runs, or --save FILE, or --by hardware"
-        raise SelectionError(Problem("one run has nothing beside it", remedy, runs[0]))
+        raise SelectionError(Problem("one run has nothing to compare with", remedy, runs[0]))
     snapshots = [baseline.load(name) for name in runs]
     raise typer.Exit(_save(snapshots, shown.save) if shown.save else _compare(snapshots, shown))
 
@@ -172,7 +172,7 @@ def gate(
     ),
     on: str | None = option(None, "--on", metavar="DATE", help="judge as on that day, YYYY-MM-DD"),
 ) -> None:
-    """Judge a run beside a baseline: what a policy file says breaks, breaks.
+    """Check a run against a baseline; a policy file says what breaks the gate.
 
     \b
     shardproof gate results/pr --against results/baselines/cpu.json
@@ -184,11 +184,11 @@ def gate(
 
     Without a policy these break: fail, crash, hang, refused options; a verdict that was better; an
     exact figure that got worse, changed or is gone; a ratio that is certainly slower, measured as
-    more than 5 %; a case, fault or ratio that is missing. What is better than the baseline, and
-    what a budget left out, is reported.
+    more than 5 %; a case, fault or ratio that is missing. Results better than the baseline, and
+    cases that a budget left out, are reported.
 
-    A run that is not what its manifest says breaks, whatever the policy. Who can change a run can
-    make its digests right again: --verify also judges it anew, which takes about as long as
+    A run that is not what its manifest says breaks, whatever the policy. A person who changes a run
+    can recompute its digests: --verify also judges it again, which takes about as long as
     `shardproof verify`.
 
     Exit codes: 0 held, 1 broken by the policy, 2 bad input, 3 nothing is comparable or decided.

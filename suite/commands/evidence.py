@@ -142,12 +142,13 @@ def merge(
     machines, into one run.
 
     Lines, records and raw times are copied byte for byte; `verify`, `report`, `compare` and `gate`
-    take the run like any other. What no part has a result for is left out, named, and can be run by
-    `run --resume --results RUN` (cases). run.json tells machine, torch and kernels of each part.
+    take the run like any other. Cases without a result in any part are left out, named, and can be
+    run by `run --resume --results RUN` (cases). run.json has machine, torch and kernels of each
+    part.
 
     Refused are parts of other selections, another number of parts, versions or commits of the
-    suite, formats, and one part twice; of timed parts also other hardware and torch, for figures
-    beside their ratios belong to one machine.
+    suite, formats, and one part twice; of timed parts also other hardware and torch, because
+    figures other than ratios belong to one machine.
 
     Exit codes: 0 all parts are there, whatever their verdicts (`report` and `gate` tell); 2 parts
     that do not belong together; 3 a part is missing, did not end,
@@ -267,7 +268,7 @@ def badges(
     Files are named `reference-zero3_gloo_checkpoint.svg`; `overall.svg` counts every case once;
     `badges.md` has all of them as Markdown to cut from. Green is only what was judged and
     passed, every case of it; `working precision only` passed in that lane and nowhere else; `open`
-    is undecided. Colours are told apart without seeing hues, and the words say the same.
+    is undecided. Colours can be distinguished without seeing hues, and the words say the same.
 
     Badges of before in FOLDER are replaced, other files stay. Ends with exit code 2, and draws
     nothing, if the run is not what its manifest says, or was ended before all had a result.

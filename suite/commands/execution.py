@@ -87,7 +87,7 @@ def run_and_exit(
         if digests and (stale := folder.tell_code(digests, kept)):
             names = some(sorted({result.case.implementation for result in stale}), 3)
             what = f"{number(len(stale), 'verdict')} kept of other code: {names} changed since"
-            echo(f"{what}; without --resume and --rerun-failed all is judged anew", err=True)
+            echo(f"{what}; without --resume and --rerun-failed all cases run again", err=True)
         budget, judge = session.budget, elsewhere.judge if elsewhere else None
         execution = Execution(
             folder, schedule, jobs, durations, budget, kept, nodes, judge, how, is_kept

@@ -43,7 +43,7 @@ and planted faults that the checks must catch.
 shardproof run                                             the quick conformance matrix
 shardproof run -k "reference/ddp and gloo and replicate3"  a part of it
 shardproof run ddp-gpt --impl mine:MyDDP                   judge your own class
-shardproof run --resume --results results/RUN              go on with that run
+shardproof run --resume --results results/RUN              resume that run
 shardproof list cases                                      what there is to run
 shardproof run --shard 1/4                                 a quarter; `merge` joins the parts
 shardproof mutants                                         prove that the checks can fail
@@ -84,7 +84,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "badges": (evidence.badges, "Draw a run's verdicts as SVG badges."),
     "doctor": (evidence.doctor, "Look for what would make runs fail here."),
     "compare": (compare.compare, "Say what differs between runs."),
-    "gate": (compare.gate, "Judge a run beside a baseline, by a policy."),
+    "gate": (compare.gate, "Check a run against a baseline and a policy."),
 }
 for name, (command, about) in _COMMANDS.items():
     app.command(name, short_help=about or None)(command)

@@ -356,7 +356,7 @@ def _trained_by(
     path = isinstance(optimizer, str) and ":" in optimizer
     if isinstance(optimizer, OptimizerSpec | str) and not path:
         if settings is not None:
-            remedy = "give it beside a function of your own; optimizer='adamw' says all by itself"
+            remedy = "give it with a function of your own; optimizer='adamw' says all by itself"
             raise SelectionError(Problem("settings= belongs to optimizer=", remedy))
         return optimizer
     _is_ones_own(optimizer, implementation)

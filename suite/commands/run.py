@@ -72,7 +72,7 @@ def run(
     shardproof run --impl mine:MyDDP -x                 stop at the first failure
     shardproof run --tier full --shard 2/4 --results part2   a quarter; `merge` joins all four
     shardproof run --tier full --on ray://HOST          on a Ray cluster, a case a task
-    shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
+    shardproof run --resume                             resume after a kill, Ctrl-C or a full disk
     shardproof run --resume --results results/RUN       with that run, not with the newest
     shardproof run --last-failed --backend gloo         some of the cases that failed
 

@@ -32,8 +32,8 @@ HEADINGS = (
 #: Bytes of a system that is held to its family, and what a table with such a row says of it.
 WITHIN = "within family bounds"
 OF_FAMILIES = (
-    f"{WITHIN}: a class of your own is held to the bounds of its family; depth = 'layout' or a cost "
-    "model asks for exact bytes (docs/own-class.md)"
+    f"{WITHIN}: the bounds of its strategy's family, the default of a class of your own; for exact "
+    "bytes declare depth = 'layout' or a cost model (docs/own-class.md)"
 )
 
 
@@ -77,8 +77,7 @@ def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
 
 
 def _within_family(results: Sequence[CaseResult]) -> bool:
-    """Whether bytes of ``results`` were compared with the bounds of a family, and none broke them.
-    """
+    """Whether the bytes of ``results`` were compared with the bounds of a family, and all held."""
     held = {
         check.status
         for result in results

@@ -146,7 +146,7 @@ def plan(parts: Iterable[Part]) -> Merge:
         _require_alike(ordered, "machines", lambda part: part.hardware)
         _require_alike(ordered, "versions of torch", lambda part: part.torch)
     if not any(part.done for part in ordered):
-        remedy = "let a part end: `shardproof run --resume --results PART` goes on with cases"
+        remedy = "let a part end: `shardproof run --resume --results PART` continues its cases"
         raise SelectionError(Problem("no part has a result", remedy, first.name))
     there = {part.place.index: part for part in ordered}
     lacking = []

@@ -17,7 +17,7 @@ def planned(path: Path) -> list[Case]:
     cases = read_plan(path)
     if not cases:
         remedy = "run its scenarios again without --resume, or name another run"
-        raise SelectionError(Problem("no plan to go on with", remedy, str(path / "planned.jsonl")))
+        raise SelectionError(Problem("no plan to resume from", remedy, str(path / "planned.jsonl")))
     return list(cases.values())
 
 

@@ -124,8 +124,8 @@ class Run:
     def gap(self) -> str:
         """How much of the plan has no result, and what to do about it; empty: all has one."""
         why = (
-            "the run ended before, or goes on (`shardproof run --resume --results RUN` goes on "
-            "with cases; repeat other commands)"
+            "the run ended before, or is still running (`shardproof run --resume --results RUN` "
+            "continues with cases; repeat other commands)"
         )
         absent = len(self.unfinished)
         return f"{absent} planned without a result: {why}" if absent else ""

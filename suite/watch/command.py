@@ -164,7 +164,7 @@ def _judged(folder: Path, script: list[str] | None) -> int:
     """Judge what ranks left in ``folder``; the exit code."""
     if script:
         remedy = "leave it out: --judge starts nothing"
-        raise SelectionError(Problem("a script beside --judge", remedy, script[0]))
+        raise SelectionError(Problem("a script together with --judge", remedy, script[0]))
     if not folder.is_dir():
         raise SelectionError(Problem("no such folder", "name one that watch wrote", str(folder)))
     return _shown(folder)

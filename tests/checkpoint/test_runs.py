@@ -160,7 +160,7 @@ def test_two_jobs_that_go_on_with_the_same_run(tmp_path: Path) -> None:
         return str(error.value)
 
     said = succeed(body, 1)[0]
-    assert "was saved by another job, which goes on with the same run (rank 0) - end one" in said
+    assert "was saved by another job, which continues the same run (rank 0) - end one" in said
     assert steps(tmp_path) == [4, 3]
 
 

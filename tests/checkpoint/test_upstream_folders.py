@@ -246,6 +246,6 @@ def test_a_folder_that_somebody_else_saved(tmp_path: Path, command: Any) -> None
     assert code == 1 and "element [1, 2]: 5.0 and 7.0" in out
     words = [str(tmp_path / "one"), str(tmp_path / "new"), "--to", "dcp"]
     code, _, err = command("checkpoint", "convert", *words)
-    assert code == 2 and "nothing is told of it" in err
+    assert code == 2 and "the checkpoint does not describe it" in err
     with DcpCheckpoint.open(tmp_path / "one") as checkpoint:
         assert checkpoint.names("extra") == ["w"]

@@ -24,7 +24,10 @@ def entry(rank: int, host: str = "a", world: int = 8, **more: object) -> Entry:
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
-        ([entry(0), entry(1, "b", 4)], r"rank 0 \(a\) was told of 8 ranks, rank 1 \(b\) of 4 - "),
+        (
+            [entry(0), entry(1, "b", 4)],
+            r"rank 0 \(a\) was started with 8 ranks, rank 1 \(b\) with 4 - ",
+        ),
         ([entry(0), entry(4), entry(4, "b")], "number 4, on a and on b - .*--node-rank"),
         ([entry(1), entry(1)], "number 1, both on a - RANK counts ranks, not nodes"),
     ],

@@ -49,7 +49,9 @@ def test_a_command_that_prints_something_else_is_seen(tmp_path: Path) -> None:
 def test_the_code_that_the_tutorial_of_zero2_reads_is_that_of_the_file() -> None:
     source = (ROOT / "impls/reference/zero2.py").read_text()
     lines = {line.strip() for line in source.splitlines()}
-    shown = re.findall(r"(?m)^\n((?:    .+\n)+)", page("tutorial-zero2").partition("## The step")[2])
+    shown = re.findall(
+        r"(?m)^\n((?:    .+\n)+)", page("tutorial-zero2").partition("## The step")[2]
+    )
     assert len(shown) == 4
     for block in shown:
         assert {line.strip() for line in textwrap.dedent(block).splitlines()} <= lines

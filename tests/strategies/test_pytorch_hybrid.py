@@ -58,7 +58,7 @@ def rows(pieces: list[Piece]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("axes", "options", "spec", "told"),
     [
-        ({"pipe": 1, "replicate": 2}, {}, ADAMW, "replicates beside shards"),
+        ({"pipe": 1, "replicate": 2}, {}, ADAMW, "replicates only together with shards"),
         ({"shard": 2}, {}, ADAMW, r"need the axis 'pipe' .* not \['shard'\]"),
         ({"pipe": 2}, {}, OptimizerSpec(scaler=ScalerSpec()), "a loss scale"),
         (

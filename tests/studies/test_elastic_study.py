@@ -205,5 +205,5 @@ def test_the_second_of_two_groups_that_save_into_one_folder_is_refused(tmp_path:
     assert judged.members == [(0,), (1,), (1,)]
     (said,) = judged.refusals
     assert str(tmp_path / "checkpoints/step-00000002") in said
-    assert "was saved by another job, which goes on with the same run" in said
+    assert "was saved by another job, which continues the same run" in said
     assert "end one of the two, or name another folder for it" in said

@@ -224,7 +224,7 @@ def test_arguments_of_the_script_are_its_own(command: Any, tmp_path: Path) -> No
         (["SCRIPT", "--results", "FULL"], "--results: holds something"),
         (["--judge", "no_such"], "no such folder (no_such)"),
         (["--judge", "EMPTY"], "no rank left a record of a watched run"),
-        (["SCRIPT", "--judge", "FULL"], "a script beside --judge"),
+        (["SCRIPT", "--judge", "FULL"], "a script together with --judge"),
         (
             ["SCRIPT", "--epochs", "3"],
             "no option of shardproof watch (--epochs) - Options of the script stand after --:",

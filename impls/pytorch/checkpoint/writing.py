@@ -122,7 +122,7 @@ def spec_of(source: Checkpoint) -> OptimizerSpec:
     told = source.manifest.about.optimizer
     try:
         if told is None:
-            raise ValueError("nothing is told of it")
+            raise ValueError("the checkpoint does not describe it")
         given = {**told, "betas": tuple(told["betas"])}
         given["groups"] = tuple(GroupSpec(**group) for group in told["groups"])
         given["scaler"] = None if told["scaler"] is None else ScalerSpec(**told["scaler"])

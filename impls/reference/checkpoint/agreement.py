@@ -163,7 +163,7 @@ def require_writable(about: About, root: Path) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        what = f"what is said beside tensors has no form in JSON: {error}"
+        what = f"values other than tensors have no form in JSON: {error}"
         raise CheckpointError(root, what, "give numbers, texts, lists and mappings") from None
 
 

@@ -135,10 +135,10 @@ class Root:
         for one in committed:
             if one.run != self.branch.run:
                 what = f"is a checkpoint of another run ({one.run}), this one is {self.branch.run}"
-                remedy = "name another folder, or load that checkpoint and go on with it"
+                remedy = "name another folder, or load that checkpoint and resume from it"
                 raise CheckpointError(one.path, what, remedy)
             if one.path.name not in self.branch.seen:
-                what = "was saved by another job, which goes on with the same run"
+                what = "was saved by another job, which continues the same run"
                 remedy = "end one of the two, or name another folder for it"
                 raise CheckpointError(one.path, what, remedy)
             if one.number == number or (one.step == step and one.path.name in self.branch.before):

@@ -49,8 +49,8 @@ app = typer.Typer(
     shardproof bench peers --budget 15                 what fits into a quarter of an hour
     shardproof bench scaling                           strong and weak scaling
     shardproof bench strong -k 'pytorch/ddp and ::2::' --fail-on goal
-    shardproof bench collectives --world 4             ring, trees, ... beside gloo's own all-reduce
-    shardproof bench checkpoint --parameters 200M      saves, loads, stalls beside PyTorch's own
+    shardproof bench collectives --world 4             ring, trees, ... and gloo's own all-reduce
+    shardproof bench checkpoint --parameters 200M      saves, loads, stalls, and PyTorch's own
 
     The name of a command may be left out: two implementations are a `pair`, scenarios are `speed`
     or `scaling` by what they hold. `shardproof bench speed --help` has the options.
@@ -109,9 +109,9 @@ def speed(
     shardproof bench --shard 1/4 --results part1       a quarter of them: see `shardproof merge`
     shardproof bench peers --budget 15                 what fits into a quarter of an hour
 
-    Of many comparisons some differ by chance: "in this report" says which differences hold beside
-    all others (Holm); one that does not is inconclusive there. What does not fit into --budget, by
-    past durations, is left out, printed and recorded; no comparison is cut short.
+    Of many comparisons some differ by chance: "in this report" says which differences hold among
+    all others (Holm); one that does not is inconclusive there. A pair that does not fit into
+    --budget, by past durations, is left out, printed and recorded; no comparison is cut short.
     """
     from shardproof.bench.command.plan import of_pairs
     from shardproof.bench.command.time_budget import Passes

@@ -87,7 +87,7 @@ class OfSteps(Goal):
     """What is measured of pairs of steps beside their times."""
 
     score: Annotated[
-        bool, typer.Option("--score", help="afterwards: each side beside its predicted step")
+        bool, typer.Option("--score", help="afterwards: each side and its predicted step")
     ] = False
     no_memory: Annotated[
         bool, typer.Option("--no-memory", help="leave out the passes of each side alone: bytes")

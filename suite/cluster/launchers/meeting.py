@@ -156,8 +156,8 @@ def _worlds(entries: Sequence[Entry]) -> Problem | None:
     for entry in entries:
         if entry.world != first.world:
             what = (
-                f"rank {first.rank} ({first.host}) was told of {first.world} ranks, "
-                f"rank {entry.rank} ({entry.host}) of {entry.world}"
+                f"rank {first.rank} ({first.host}) was started with {first.world} ranks, "
+                f"rank {entry.rank} ({entry.host}) with {entry.world}"
             )
             return Problem(what, "set one WORLD_SIZE on all, the number of ranks of all nodes")
     return None

@@ -229,7 +229,7 @@ class _Judged:
         whole = self.legs[0].shares("whole", epoch)
         if all(leg.world == last.world for leg in self.legs) and whole is not None:
             goes_on = [[s for part in taken for s in part[c]] for c in range(last.world)]
-            problem = f"epoch {epoch} goes on otherwise after a resume than without one"
+            problem = f"epoch {epoch} continues differently after a resume than without one"
             self._row(epoch, "resumed", "order", problem if goes_on != whole else "")
         for later in range(epoch + 1, self.params["epochs"]):
             given, whole = last.shares("leg", later), last.shares("whole", later)

@@ -1,0 +1,101 @@
+"""The dialect that texts for readers avoid, and where these texts stand in files."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_START = r"(?:^|(?<=[.:;?!] ))"
+#: What is refused -> what to write in its place.
+DIALECT = {
+    _START + r"(?:Who|Whoever|Whose|Whom)\b(?![^.?!]*\?)": "a noun: a clause is no subject",
+    r"(?:^|(?<=[.;?!] ))What\b(?![^.?!]*\?)": "a noun: a clause is no subject",
+    _START + r"(?:[Ii]s|[Aa]re) (?:judged|told|seen|left)\b": "a sentence with a subject",
+    _START + r"(?:Judged|Told|Seen|Left) (?:is|are|as|by)\b": "a sentence with a subject",
+    r"\b[Ww]ho (?:loads?|saves?|saved|loaded|made|waits|fails)\b": "the restoring run",
+    r"\b[Bb]eside\b": "compared with, next to, in addition to",
+    r"\b(?:go|goes|going|went) on\b": "resume, continue",
+    r"\banew\b": "again, from the start",
+    r"\bby name\b": "with its name",
+    r"\b(?:told|tells of|tell of)\b": "reported, stated, given",
+    r"\b[Nn]obody\b": "no rank, no process",
+    r"\bwhoever\b": "a rank that, a reader who",
+    r"\bof one's own\b": "your own",
+    r"\bfor good\b": "permanently",
+    r"\bgives? way\b": "yields, ends",
+    r"\bhangs on\b": "depends on",
+}
+#: Phrases that are right as they are -> why.
+EXCEPTIONS = {
+    "elements by name": "a mapping: the key is the name",
+    "to one rank by name": "a mapping: the key is the name",
+    "buckets cut anew": "the name of an event in records",
+    "beside              skipped": "a word that `shardproof reproduce` prints",
+}
+_REFUSED = re.compile("|".join(DIALECT), re.MULTILINE)
+_EXCEPTED = re.compile("|".join(map(re.escape, EXCEPTIONS)))
+
+
+def found(text: str) -> list[str]:
+    """The refused words of ``text``, each with the words around it."""
+    text = _EXCEPTED.sub("X", text)
+    return [
+        " ".join(text[max(0, hit.start() - 30) : hit.end() + 30].split())
+        for hit in _REFUSED.finditer(text)
+    ]
+
+
+def prose(markdown: str) -> str:
+    """Text of a page without code, output and names in backticks; a paragraph is one line.
+
+    Headings and bold words at the start of a paragraph may be questions: "What is compared".
+    """
+    text = re.sub(r"(?ms)^ *(```|~~~).*?^ *\1", "", markdown)
+    text = re.sub(r"(?m)^(?: {4,}|\t)(?![-*\d]).*$", "", text)
+    text = re.sub(r"(?m)^#+ .*$", "", text)
+    text = re.sub(r"(?m)^([*-] )?\*\*[^*]+\*\*", r"\n\n\1", text)
+    text = re.sub(r"`[^`]*`", "X", text)
+    text = re.sub(r"\]\([^)]*\)|<[^>]*>", "", text)
+    text = re.sub(r"(?m)^[>#*|\-\s]+", "\n", text)
+    text = re.sub(r" \| ", "\n", text)
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+
+
+def literal(node: ast.AST) -> str:
+    """The text of a string or f-string, each value as ``X``; of any other expression ``""``."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(literal(part) or "X" for part in node.values)
+    return ""
+
+
+#: Calls and variables whose texts a user reads.
+_SAYS = re.compile(r"Problem|\w*Error|Refused|Outcome|Finding|echo|print_line")
+_SAID = ("remedy", "what", "message", "why", "reason", "problem")
+
+
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each error and printed sentence in ``source``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else ""
+            given = [*node.args, *(word.value for word in node.keywords)]
+            for part in (p for one in given for p in ast.walk(one) if _SAYS.fullmatch(name)):
+                if text := literal(part):
+                    yield node.lineno, text
+        elif isinstance(node, ast.Assign):
+            names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+            if names & {*_SAID} and (text := literal(node.value)):
+                yield node.lineno, text
+
+
+def first_lines(source: str) -> Iterator[tuple[int, str]]:
+    """Line and first sentence of each docstring in ``source``."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds) and (said := ast.get_docstring(node)):
+            yield getattr(node, "lineno", 1), " ".join(said.split("\n\n")[0].split())
