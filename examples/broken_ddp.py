@@ -14,7 +14,7 @@ from shardproof.impls.reference.engine.state import broadcast_tensors, named_sta
 
 
 class Averaging(Replicated):
-    """What happens between backward and the optimizer's step."""
+    """The part of a step between backward and the optimizer's step."""
 
     def finish(self):
         for parameter in self.parameters:

@@ -1,4 +1,4 @@
-"""What every adapter around one module writes: optimizer, rates, a step, evaluation and pieces.
+"""The common part of adapters around one module: optimizer, rates, a step, evaluation and pieces.
 
 A subclass says what the system under test does, in :meth:`Adapter.wrap`, and overrides what the
 system does by itself (docs/add-an-implementation.md, "With a base class").  Whole tensors are a
@@ -65,7 +65,7 @@ class Adapter(Implementation):
         self.optimizer = self.make_optimizer()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates, by name."""
+        """The parameters that the optimizer updates: name to tensor."""
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -136,7 +136,7 @@ class Adapter(Implementation):
         return torch.stack(losses).sum() if losses else torch.zeros(())
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """What this rank holds."""
+        """The pieces that this rank holds."""
         return [self.piece(name, tensor.detach()) for name, tensor in self.held(kind)]
 
     def held(self, kind: Kind) -> Iterable[tuple[str, Tensor]]:

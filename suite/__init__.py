@@ -22,7 +22,7 @@ __all__ = ["OwnWorkload", "VERSION", "__version__", "prove"]
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is asked for: ranks import this package without pandas."""
+    """Import a name when it is asked for: ranks import this package without pandas."""
     if name == "prove":
         from shardproof.commands.prove import prove
 

@@ -158,7 +158,7 @@ def joint_groups(mesh: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def role(name: str) -> str:
-    """What ranks along the axis ``name`` have parts of, as a word."""
+    """The thing that ranks along the axis ``name`` have parts of, as a word."""
     return next(axis.role for axis in AXES if axis.name == name)
 
 

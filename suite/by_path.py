@@ -1,4 +1,4 @@
-"""What a user has by a path: ``package.module:name`` or ``file.py:name``.
+"""Objects that a user names by a path: ``package.module:name`` or ``file.py:name``.
 
 Processes of ranks load by it what a script or a package of a user's own defines.
 """
@@ -26,7 +26,7 @@ GUARD = '`if __name__ == "__main__":`'
 
 
 class CannotImport(ValueError):
-    """What ``package.module:name`` should lead to is not there; says why in one sentence."""
+    """The object of ``package.module:name`` is not there; says why in one sentence."""
 
 
 class LoadedSoFar(BaseException):
@@ -42,7 +42,7 @@ _ONE_BY_ONE = threading.RLock()
 
 
 def at_path(path: str) -> Any:
-    """What ``package.module:name`` or ``file.py:name`` leads to; a class, a function, any object.
+    """The object that ``package.module:name`` or ``file.py:name`` names; a class, a function, any object.
 
     So functions of a user's own reach the processes of ranks.
 
@@ -148,7 +148,7 @@ def is_module(name: str) -> bool:
 
 
 def no_module(name: str) -> str:
-    """What to do where :func:`is_module` finds none."""
+    """The remedy where :func:`is_module` finds none."""
     if is_file(name):
         return f"no file {name!r} here: check the path"
     package = name.partition(".")[0]
@@ -178,7 +178,7 @@ def _find_local_modules() -> None:
 
 
 def attribute(module: ModuleType, name: str) -> Any:
-    """What ``module`` holds under the dotted ``name``.
+    """The object that ``module`` holds under the dotted ``name``.
 
     :raises CannotImport: nothing; the nearest name is suggested.
     """

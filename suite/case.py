@@ -119,7 +119,7 @@ class Fault(Stored):
 
     @property
     def strikes_nodes(self) -> bool:
-        """Whether a node is struck, so that no other case may run beside this one."""
+        """Whether a node is struck, so that no other case may run at the same time."""
         return self.kind in (*OF_NODES, *OF_CLUSTERS)
 
 
@@ -137,7 +137,7 @@ class Death(Stored):
 
 @dataclass(frozen=True)
 class CheckpointPlan(Stored):
-    """When a case saves, and who goes on from there.
+    """When a case saves, and which ranks resume from there.
 
     ``saves`` checkpoints, each after a step, the last one when ``save_at`` steps are done.
     ``into``: the ``implementation``, ``options``, ``mesh`` and ``precision`` of who loads; what is
@@ -159,7 +159,7 @@ class CheckpointPlan(Stored):
 
     @staticmethod
     def extra(step: int) -> dict[str, Any]:
-        """What the caller saves after ``step`` steps: progress, and values of all sorts."""
+        """The values that the caller saves after ``step`` steps: progress, and values of all sorts."""
         odd: list[Any] = ["", "\u00e9\n\"'", None, True, 0.1, 5e-324, 2**53 + 1, {}]
         return {"data": {"step": step, "epoch": 0}, "odd": odd}
 
@@ -249,7 +249,7 @@ class Case(Stored):
 
     @property
     def compute_dtype(self) -> str:
-        """What forward and backward compute with."""
+        """The dtype that forward and backward compute with."""
         return self.precision.get("parameters", self.dtype)
 
     @property

@@ -67,7 +67,7 @@ class Send(_Half):
 
 
 class Recv(_Half):
-    """``tensor`` is filled from ``peer``, or by whoever sends if that is :data:`ANY`."""
+    """``tensor`` is filled from ``peer``, or from any sender if that is :data:`ANY`."""
 
 
 @dataclass(frozen=True)
@@ -415,7 +415,7 @@ class Mesh:
 
     @contextmanager
     def environment(self, **more: str) -> Iterator[None]:
-        """What a launcher leaves in the environment, for the time of a ``with``, and ``more``.
+        """Set the variables of a launcher in the environment, for the time of a ``with``, and ``more``.
 
         ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
         ``MASTER_PORT``, for systems that read them; what stands there already stays (torchrun's).

@@ -133,7 +133,7 @@ class OptimizerSpec:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What :attr:`kind` takes beside parameters; decay is that of their groups."""
+        """The arguments of :attr:`kind` other than parameters; decay is that of their groups."""
         own: dict[str, Any] = {"momentum": self.momentum}
         if self.name == "adamw":
             own = {"betas": self.betas, "eps": self.eps}
@@ -290,7 +290,7 @@ class Batch:
 
 @dataclass
 class StepResult:
-    """What ``step`` returns.
+    """The result of ``step``.
 
     ``loss`` is the detached share of this rank's data coordinate (the shares of all coordinates sum
     to the global loss), ``None`` on a rank that never learns it (a pipeline's other stages, a
@@ -370,7 +370,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Now:
-    """What :meth:`Implementation.given_state` computes from: ``step``, and whole tensors after it.
+    """The arguments of :meth:`Implementation.given_state`: ``step``, and whole tensors after it.
 
     ``was``: further state, and moved buffers, before the update; ``step`` -1, without any: right
     after ``setup``.  ``buffers``: those of each data coordinate, as its forwards left them.
@@ -431,7 +431,7 @@ PROFILES: Mapping[str, frozenset[str]] = _Profiles()
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an implementation can do and how it may be judged.
+    """The declaration of what an implementation can do and how it may be judged.
 
     ``features`` are checked against the strategy's profile (``shardproof.strategies``);
     ``declines`` maps traits that lie outside the profile to the reason why they are not supported
@@ -556,7 +556,7 @@ class Meeting(Protocol):
     """
 
     def begin(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is kept before the first step, as slots ``<parameter>.outer_...``, if anything."""
+        """State that is kept before the first step, as slots ``<parameter>.outer_...``, if anything."""
 
     def meets(self, step: int) -> bool:
         """Whether the update of ``step`` ends in a meeting."""
@@ -564,7 +564,7 @@ class Meeting(Protocol):
     def meet(
         self, ends: Sequence[Mapping[str, Tensor]], kept: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The parameters with which all go on, and what is kept from then on.
+        """The parameters with which all ranks continue, and the state kept from then on.
 
         ``ends``: the trained parameters of each coordinate after its own update, in order.
         """
@@ -596,7 +596,7 @@ class Implementation(ABC):
     @classmethod
     @abstractmethod
     def capabilities(cls, options: Options) -> Capabilities:
-        """What this implementation can do with ``options``; :class:`Refused` for bad ones."""
+        """Return what this implementation can do with ``options``; :class:`Refused` for bad ones."""
 
     @classmethod
     def role(cls, rank: int, world: int, options: Options) -> str:
@@ -633,7 +633,7 @@ class Implementation(ABC):
 
     @classmethod
     def schedule(cls, options: Options, ranks: int, micro_batches: int) -> Schedule | None:
-        """What is run for one window of ``micro_batches`` over ``ranks`` of the pipe axis.
+        """Return what is run for one window of ``micro_batches`` over ``ranks`` of the pipe axis.
 
         Asked before any rank is started, once for every size of a window; what is logged through
         ``trace`` must be this, window by window.  ``None``: no pipeline, or an order that cannot be
@@ -664,14 +664,14 @@ class Implementation(ABC):
 
     @abstractmethod
     def local_state(self, kind: Kind) -> list[Piece]:
-        """What this rank holds of ``kind``, without communication.
+        """Return what this rank holds of ``kind``, without communication.
 
         Gradients are those of the running step (asked for inside ``observe``); a parameter that no
         rank used has none.
         """
 
     def extra_state(self) -> Mapping[str, Tensor | float] | Sequence[Piece]:
-        """What this rank holds of the state that ``Capabilities.follows`` names, no communication.
+        """Return what this rank holds of the state that ``Capabilities.follows`` names, no communication.
 
         Tensors and numbers by name, of which this rank has a whole copy; or pieces.
         """
@@ -774,7 +774,7 @@ class Implementation(ABC):
 
 
 class Untrained(Implementation):
-    """What trains no model: judged by cases of a workload of its own (``suite/cases/kinds/``)."""
+    """A system that trains no model: judged by cases of a workload of its own (``suite/cases/kinds/``)."""
 
     #: What it is, in words, and the workload whose cases judge it.
     about: ClassVar[str]
@@ -833,7 +833,7 @@ class Collectives(Untrained):
         """
 
     def group(self, group: Any, ranks: Sequence[int]) -> Any:
-        """What calls on the members ``ranks`` of ``group`` are made on; asked once a group."""
+        """Return what calls on the members ``ranks`` of ``group`` are made on; asked once a group."""
         return group
 
 
@@ -898,7 +898,7 @@ class Sampling(Untrained):
         raise Refused(f"{type(self).__name__} has no state")
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where ranks, perhaps another number of them, told ``state``; after ``start``."""
+        """Resume where ranks, perhaps another number of them, reported ``state``; after ``start``."""
         raise Refused(f"{type(self).__name__} has no load_state")
 
 
@@ -927,7 +927,7 @@ class StopRule:
 
 @dataclass(frozen=True)
 class Ruling:
-    """What a vote came to, the same on all ranks.
+    """The result of a vote, the same on all ranks.
 
     ``ends``: training is over.  ``best``: the step of the best vote so far, whose checkpoint is the
     one to keep; ``None``: none had a finite metric.  ``metric``: of this vote; ``why`` it ends.
@@ -940,7 +940,7 @@ class Ruling:
 
 
 class Stopping(Untrained):
-    """What decides when training ends, and which checkpoint was the best; judged by itself.
+    """A rule that decides when training ends, and which checkpoint was the best; judged by itself.
 
     The check ``stopping`` makes it vote, in cases whose workload is ``votes``.
     """

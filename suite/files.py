@@ -107,7 +107,7 @@ def fast_json(value: Any) -> bytes:
 
 
 def read_fast_json(data: bytes) -> Any:
-    """What :func:`fast_json` wrote.
+    """Read what :func:`fast_json` wrote.
 
     :raises ValueError: no JSON.
     """
@@ -205,7 +205,7 @@ class Form:
     check: Callable[[Any], None] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        """What pydantic asks of an annotation."""
+        """The schema that pydantic asks of an annotation."""
         core = pydantic_core.core_schema
         schema: Any = core.no_info_plain_validator_function(self.read) if self.read else None
         schema = schema or handler(source)

@@ -281,7 +281,7 @@ def _cycle(schedule: Schedule, at: Sequence[int]) -> str:
 
 
 def problems(schedule: Schedule) -> list[str]:
-    """What is wrong with ``schedule``, in words; empty if nothing is.
+    """The fault of ``schedule``, in words; empty if nothing is.
 
     Everything is done once and on the right rank; F before B before W, receives before what waits
     for them, sends after what they send; between two ranks the n-th receive gets the n-th message;
@@ -329,7 +329,7 @@ def _first(faults: list[str]) -> list[str]:
 
 
 def _needed(schedule: Schedule) -> list[set[Action]]:
-    """What each rank must do: BW of what it does at once anywhere in a stage, else B and W."""
+    """The actions that each rank must do: BW of what it does at once anywhere in a stage, else B and W."""
     place = schedule.place
     needed: list[set[Action]] = [set() for _ in schedule.orders]
     every = [action for order in schedule.orders for action in order]

@@ -28,7 +28,7 @@ GROUP = "shardproof.strategies"
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a claim of ``name`` implies, and what the suite asks of it.
+    """The features that a claim of ``name`` implies, and what the suite asks of it.
 
     ``cost_model``: the path ``package.module:Class`` of a subclass of
     :class:`~shardproof.costs.model.CostModel`, imported when it is first needed.  ``family``: the
@@ -223,7 +223,7 @@ def broken(name: str, what: str) -> BrokenStrategy:
 
 
 def _fault(name: str, record: object) -> str:
-    """What is wrong with the ``record`` that is registered under ``name``; empty: nothing."""
+    """The fault of the ``record`` that is registered under ``name``; empty: nothing."""
     if not isinstance(record, Strategy):
         return f"is a {type(record).__name__}, not a shardproof.strategies.Strategy"
     if record.name != name:

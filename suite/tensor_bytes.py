@@ -62,7 +62,7 @@ def dump(path: Path, obj: Any) -> None:
 
 
 def load(path: Path) -> Any:
-    """What :func:`dump` wrote.  Tensors are writable and share one buffer's lifetime."""
+    """Read what :func:`dump` wrote.  Tensors are writable and share one buffer's lifetime."""
     with path.open("rb") as file:
         data = bytearray(os.fstat(file.fileno()).st_size)
         size = file.readinto(data)

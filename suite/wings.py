@@ -113,7 +113,7 @@ class NodeCommand:
     help: str
 
     def planned(self, words: Sequence[str]) -> NodePlan:
-        """What the ``words`` after the command's name ask for; nothing is done.
+        """Plan what the ``words`` after the command's name ask for; nothing is done.
 
         :raises InputError: words that do not fit each other, or what they name.
         """
@@ -121,7 +121,7 @@ class NodeCommand:
 
 
 class NodePlan(Protocol):
-    """What a command has done on nodes."""
+    """The result of a command on nodes."""
 
     @property
     def dry_run(self) -> bool:
@@ -154,7 +154,7 @@ class NodePlan(Protocol):
 
 
 class Wing:
-    """What a wing adds to the core; each method adds nothing by default.
+    """The extensions of the core by a wing; each method adds nothing by default.
 
     ``wing.py`` is imported with the command line, so its methods import the rest of the wing.
     Rooms above this one define the classes that some methods return; their names stand in the
@@ -177,7 +177,7 @@ class Wing:
         return None
 
     def case_hosts(self, where: str) -> CaseHosts | None:
-        """What judges cases at ``where``, the value of ``run --on``.
+        """Return what judges cases at ``where``, the value of ``run --on``.
 
         :raises SelectionError: it is no such place.
         """
@@ -222,7 +222,7 @@ class Wing:
         return None
 
     def findings(self, thorough: bool) -> Iterator[Finding]:
-        """What ``shardproof doctor`` tells of this wing; ``thorough``: with ``--cluster``."""
+        """The findings of ``shardproof doctor`` about this wing; ``thorough``: with ``--cluster``."""
         return iter(())
 
     def verify(self, run: Any) -> Iterable[str]:
@@ -267,7 +267,7 @@ class Wing:
         return ()
 
     def limits(self, run: Any) -> Iterable[Any]:
-        """What the wing did not check in ``run`` (:class:`shardproof.report.limits.Limit`)."""
+        """The parts that the wing did not check in ``run`` (:class:`shardproof.report.limits.Limit`)."""
         return ()
 
 
@@ -308,12 +308,12 @@ def wings_of(run: Any) -> list[Wing]:
 
 
 def line_kinds() -> dict[str, LineKind]:
-    """The kinds of lines that wings of this tree write, by name."""
+    """Name of each kind of lines that wings of this tree write, to the kind."""
     return {kind.name: kind for wing in wings() for kind in wing.line_kinds}
 
 
 def file_kinds() -> dict[str, FileKind]:
-    """The kinds of scenario files that wings of this tree read, by name."""
+    """Name of each kind of scenario files that wings of this tree read, to the kind."""
     return {kind.name: kind for wing in wings() for kind in wing.file_kinds}
 
 

@@ -1,1 +1,1 @@
-"""What a repository of one's own needs to judge its strategy from now on."""
+"""The files with which your repository tests its strategy from now on."""

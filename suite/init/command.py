@@ -1,4 +1,4 @@
-"""``shardproof init``: what a repository of one's own needs to judge its strategy from now on.
+"""``shardproof init``: the files with which your repository tests its strategy from now on.
 
 tests/test_shardproof.py           a test with the fixture, which any pytest has
 conformance/strategy.yaml          the cases of the gate
@@ -104,7 +104,7 @@ def init(
 
 
 def _ignoring(path: Path) -> str:
-    """What ``path`` has to hold for git to ignore runs; empty: it does already.
+    """The text that ``path`` needs for git to ignore runs; empty: it does already.
 
     :raises SelectionError: it is no text file.
     """

@@ -1,4 +1,4 @@
-"""What pip installs the suite from in somebody's CI: the place that this installation came from."""
+"""The requirement from which CI installs the suite: the source of this installation."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _without_secrets(url: str) -> str:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """What git prints of ``folder``; ``""``: it is no checkout, or git fails."""
+    """The output of git in ``folder``; ``""``: it is no checkout, or git fails."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=30

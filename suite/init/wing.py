@@ -1,4 +1,4 @@
-"""What this wing adds to the core: the command ``shardproof init``."""
+"""The part of this wing that the core sees: the command ``shardproof init``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Init(Wing):
-    """Files for a repository of one's own."""
+    """Files for a repository of your own."""
 
     examples = (
         "shardproof init mine:MyDDP                                 "
