@@ -42,7 +42,7 @@ _ONE_BY_ONE = threading.RLock()
 
 
 def at_path(path: str) -> Any:
-    """The object that ``package.module:name`` or ``file.py:name`` names; a class, a function, any object.
+    """The object that ``package.module:name`` or ``file.py:name`` names.
 
     So functions of a user's own reach the processes of ranks.
 

@@ -159,7 +159,7 @@ class CheckpointPlan(Stored):
 
     @staticmethod
     def extra(step: int) -> dict[str, Any]:
-        """The values that the caller saves after ``step`` steps: progress, and values of all sorts."""
+        """The values that the caller saves after ``step`` steps: progress and other values."""
         odd: list[Any] = ["", "\u00e9\n\"'", None, True, 0.1, 5e-324, 2**53 + 1, {}]
         return {"data": {"step": step, "epoch": 0}, "odd": odd}
 

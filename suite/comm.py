@@ -415,7 +415,7 @@ class Mesh:
 
     @contextmanager
     def environment(self, **more: str) -> Iterator[None]:
-        """Set the variables of a launcher in the environment, for the time of a ``with``, and ``more``.
+        """Set a launcher's variables, and ``more``, in the environment for the time of a ``with``.
 
         ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
         ``MASTER_PORT``, for systems that read them; what stands there already stays (torchrun's).

@@ -556,7 +556,7 @@ class Meeting(Protocol):
     """
 
     def begin(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """State that is kept before the first step, as slots ``<parameter>.outer_...``, if anything."""
+        """State kept before the first step, as slots ``<parameter>.outer_...``, if anything."""
 
     def meets(self, step: int) -> bool:
         """Whether the update of ``step`` ends in a meeting."""
@@ -596,7 +596,7 @@ class Implementation(ABC):
     @classmethod
     @abstractmethod
     def capabilities(cls, options: Options) -> Capabilities:
-        """Return what this implementation can do with ``options``; :class:`Refused` for bad ones."""
+        """Say what this class can do with ``options``; raise :class:`Refused` for bad ones."""
 
     @classmethod
     def role(cls, rank: int, world: int, options: Options) -> str:
@@ -671,7 +671,7 @@ class Implementation(ABC):
         """
 
     def extra_state(self) -> Mapping[str, Tensor | float] | Sequence[Piece]:
-        """Return what this rank holds of the state that ``Capabilities.follows`` names, no communication.
+        """Return this rank's part of the state that ``Capabilities.follows`` names; do not communicate.
 
         Tensors and numbers by name, of which this rank has a whole copy; or pieces.
         """
@@ -774,7 +774,7 @@ class Implementation(ABC):
 
 
 class Untrained(Implementation):
-    """A system that trains no model: judged by cases of a workload of its own (``suite/cases/kinds/``)."""
+    """A system that trains no model; it has a workload of its own (``suite/cases/kinds/``)."""
 
     #: What it is, in words, and the workload whose cases judge it.
     about: ClassVar[str]
@@ -833,7 +833,7 @@ class Collectives(Untrained):
         """
 
     def group(self, group: Any, ranks: Sequence[int]) -> Any:
-        """Return what calls on the members ``ranks`` of ``group`` are made on; asked once a group."""
+        """Return the object for calls on members ``ranks`` of ``group``; asked once a group."""
         return group
 
 
@@ -898,7 +898,7 @@ class Sampling(Untrained):
         raise Refused(f"{type(self).__name__} has no state")
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume where ranks, perhaps another number of them, reported ``state``; after ``start``."""
+        """Resume from the ``state`` of ranks, perhaps of another number; called after ``start``."""
         raise Refused(f"{type(self).__name__} has no load_state")
 
 

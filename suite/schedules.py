@@ -329,7 +329,7 @@ def _first(faults: list[str]) -> list[str]:
 
 
 def _needed(schedule: Schedule) -> list[set[Action]]:
-    """The actions that each rank must do: BW of what it does at once anywhere in a stage, else B and W."""
+    """The actions of each rank: BW where a stage does both at once anywhere, else B and W."""
     place = schedule.place
     needed: list[set[Action]] = [set() for _ in schedule.orders]
     every = [action for order in schedule.orders for action in order]

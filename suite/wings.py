@@ -222,7 +222,7 @@ class Wing:
         return None
 
     def findings(self, thorough: bool) -> Iterator[Finding]:
-        """The findings of ``shardproof doctor`` about this wing; ``thorough``: with ``--cluster``."""
+        """Findings of ``shardproof doctor`` here; ``thorough``: with ``--cluster``."""
         return iter(())
 
     def verify(self, run: Any) -> Iterable[str]:
@@ -267,7 +267,7 @@ class Wing:
         return ()
 
     def limits(self, run: Any) -> Iterable[Any]:
-        """The parts that the wing did not check in ``run`` (:class:`shardproof.report.limits.Limit`)."""
+        """Parts not checked by the wing in ``run`` (:class:`shardproof.report.limits.Limit`)."""
         return ()
 
 

@@ -79,8 +79,8 @@ def init(
     with Pool(1) as leaders:
         preflight.check([impl], leaders)
         axes, backends = preflight.abilities(impl, leaders)
-    source = requirement.default() if install is None else requirement.Requirement(install)
-    texts = written(impl, axes, backends, source.text)
+    source, note = requirement.default() if install is None else (install, "")
+    texts = written(impl, axes, backends, source)
     there = [path for path in (*texts, BASELINE) if _differs(into / path, texts.get(path))]
     if there and not force:
         remedy = "--force replaces them, or name another repository by --into"
@@ -96,8 +96,8 @@ def init(
         echo(f"wrote {into / path}")
     if ignores:
         echo(f"added {RESULTS} to {into / IGNORES}: runs stay out of the repository")
-    if source.warning:
-        echo(f"note: {source.warning}", err=True)
+    if note:
+        echo(f"note: {note}", err=True)
     if code:
         echo("not all cases hold, as the baseline says: until they do the gate breaks", err=True)
     raise typer.Exit(code)

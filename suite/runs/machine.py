@@ -74,7 +74,7 @@ def gpus() -> list[Gpu]:
     """Every GPU that the driver's own tool lists; empty without one."""
     tool = shutil.which("nvidia-smi")
     query = "--query-gpu=name,memory.total,driver_version"
-    listed = _output(tool, query, "--format=csv,noheader") if tool else None
+    listed = output(tool, query, "--format=csv,noheader") if tool else None
     rows = [[part.strip() for part in line.split(",")] for line in (listed or "").splitlines()]
     return [Gpu(name=row[0], memory=row[1], driver=row[2]) for row in rows if len(row) == 3]
 
@@ -101,8 +101,8 @@ def commit() -> str | None:
     """
     if told := image().get("commit"):
         return told
-    head = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD")
-    changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
+    head = output("git", "-C", str(_ROOT), "rev-parse", "HEAD")
+    changed = output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
     if head is None or changed is None:
         return None
     return head + ("+changes" if changed else "")
@@ -119,8 +119,8 @@ def image() -> dict[str, str]:
     return {name: str(value) for name, value in told.items() if value}
 
 
-def _output(*command: str) -> str | None:
-    """What ``command`` prints; ``None`` if it fails."""
+def output(*command: str) -> str | None:
+    """The output of ``command``; ``None`` if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

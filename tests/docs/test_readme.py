@@ -39,6 +39,17 @@ def test_the_example_passes_its_proof(tmp_path: Path) -> None:
     assert "0 xfailed, 0 skipped, 0 left out" in done.stdout + done.stderr
 
 
+def test_with_the_depth_of_a_layout_its_bytes_equal_the_formula(tmp_path: Path) -> None:
+    strategy = '    strategy = "naive_ddp"\n'
+    assert 'add `depth = "layout"` below' in " ".join(OWN_CLASS.split())
+    exact = example().replace(strategy, f'{strategy}    depth = "layout"\n')
+    for text, says in ((example(), "within family bounds"), (exact, "= formula")):
+        (tmp_path / "mine.py").write_text(text)
+        chosen = "fp64 and sgd and noclip and in_memory and replicate2"
+        done = judge(tmp_path / f"run-{len(text)}", "-k", chosen)
+        assert done.returncode == 0 and says in done.stdout, done.stdout + done.stderr
+
+
 def test_without_its_reduction_the_example_fails(tmp_path: Path) -> None:
     broken = example().replace("self.comm.all_reduce(parameter.grad)", "pass")
     assert broken != example()
