@@ -671,7 +671,7 @@ class Implementation(ABC):
         """
 
     def extra_state(self) -> Mapping[str, Tensor | float] | Sequence[Piece]:
-        """Return this rank's part of the state that ``Capabilities.follows`` names; do not communicate.
+        """Return the part of the state of ``Capabilities.follows`` here, without communication.
 
         Tensors and numbers by name, of which this rank has a whole copy; or pieces.
         """
