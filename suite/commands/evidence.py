@@ -1,5 +1,5 @@
 """The commands about evidence and this machine: ``report``, ``verify``, ``merge``, ``bundle``,
-``badges``, ``doctor``.
+``badges``.
 """
 
 from __future__ import annotations
@@ -291,31 +291,3 @@ def badges(
             raise SelectionError(Problem(why, found.gap, run or str(folder)))
         names = drawing.write(found, output)
     echo(f"{output}: {len(names)} badges, see {output / drawing.INDEX}")
-
-
-def doctor(
-    of_cluster: Annotated[
-        bool,
-        typer.Option("--cluster", help="also the engine, images, tc, Slurm and Ray"),
-    ] = False,
-) -> None:
-    """Look for what would make runs fail or mislead here, and say what to do about it.
-
-    \b
-    shardproof doctor
-    shardproof doctor --cluster     for `cluster run`, deploy/slurm and `run --on ray`
-
-    Exit code 0: ready; 3: something has to be done first.
-    """
-    from shardproof.commands.doctor import examine
-    from shardproof.commands.supervision import RESULTS
-
-    if of_cluster and "cluster" not in wings.names():
-        raise wings.absent("cluster", "--cluster")
-    ready = True
-    for finding in examine(RESULTS, thorough=of_cluster):
-        ready = ready and finding.state != "bad"
-        echo(f"{finding.state:4}  {finding.what}: {finding.found}")
-        if finding.remedy:
-            echo(f"      -> {finding.remedy}")
-    raise typer.Exit(verdicts.HELD if ready else verdicts.NOT_DECIDED)

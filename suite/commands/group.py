@@ -18,7 +18,6 @@ Shardproof compares distributed training with the same training in one process. 
   shardproof run ddp-gpt -k "quick and fp64"   a small model on several ranks
   shardproof run ddp-gpt --impl mine:MyDDP     the class MyDDP in mine.py
   shardproof report                            the newest run again
-  shardproof doctor                            whether this machine is ready
 {more}
 
 All commands: shardproof --help"""

@@ -82,7 +82,6 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "merge": (evidence.merge, "Put parts of a cut selection together into one run."),
     "bundle": (evidence.bundle, "Pack a run into one archive that verify accepts anywhere."),
     "badges": (evidence.badges, "Draw a run's verdicts as SVG badges."),
-    "doctor": (evidence.doctor, "Look for what would make runs fail here."),
     "compare": (compare.compare, "Say what differs between runs."),
     "gate": (compare.gate, "Check a run against a baseline and a policy."),
 }

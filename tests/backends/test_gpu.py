@@ -25,10 +25,11 @@ from shardproof.case import Case, Death
 from shardproof.cases.verdict import decide_case
 from shardproof.checks import Outcome, memory, weighs
 from shardproof.checks.results import CaseResult
-from shardproof.commands import doctor, prove
+from shardproof.commands import prove
 from shardproof.compare import exact_figures
 from shardproof.contract import Piece, Untrained
 from shardproof.costs import CostModel, cost_model_of
+from shardproof.doctor import findings as doctor
 from shardproof.evidence.account import Account
 from shardproof.evidence.records import RankRecord, StepRecord
 from shardproof.impls.reference.checkpoint.loading import Loading

@@ -13,7 +13,7 @@ import torch
 
 from shardproof.backends import BACKENDS
 from shardproof.backends.gloo import Gloo
-from shardproof.commands import doctor
+from shardproof.doctor import findings as doctor
 from shardproof.runs import machine
 from shardproof.runs.header import Gpu
 from shardproof.wings import Finding

@@ -18,8 +18,8 @@ from commands import pytest_here, python
 from shardproof import prove, verdicts
 from shardproof.backends.mpi import found as mpi_found
 from shardproof.case import WorkloadSpec
-from shardproof.commands import doctor
 from shardproof.contract import OptimizerSpec
+from shardproof.doctor import findings as doctor
 from shardproof.errors import SelectionError
 from shardproof.impls.reference.ddp import ReferenceDDP
 from shardproof.impls.reference.zero1 import ReferenceZero1

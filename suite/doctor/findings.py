@@ -1,4 +1,4 @@
-"""``shardproof doctor``: traps of this machine, each with its remedy, before they cost a run."""
+"""Traps of this machine, each with its remedy, before they cost a run."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Traps of this machine, found before they cost a run."""
