@@ -166,7 +166,7 @@ def _name() -> Finding:
 
 
 def _interface() -> Finding:
-    """What gloo listens on: the loopback, unless the environment names another interface."""
+    """The interface of gloo: the loopback, unless the environment names another."""
     given = os.environ.get(INTERFACE, "")
     if problem := problem_of_interface(given):
         return Finding("interface of gloo", "bad", problem.what, problem.remedy)
@@ -174,7 +174,7 @@ def _interface() -> Finding:
 
 
 def _tried(command: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-    """What ``command`` says as it fails, in lines; empty: it succeeds."""
+    """Lines that ``command`` prints as it fails; empty: it succeeds."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=90, check=False, env=environment
@@ -275,7 +275,7 @@ def _gpus() -> Finding:
 
 
 def _nccl() -> Finding:
-    """Driver and NCCL; two releases of one NCCL in one job do not meet, so both are told."""
+    """Driver and NCCL; two releases of NCCL in one job do not connect, so both are printed."""
     import torch
 
     from shardproof.runs.machine import gpus
@@ -292,7 +292,7 @@ def _nccl() -> Finding:
 
 
 def _variables() -> Finding:
-    """Names that are set and nobody reads: a misspelt one is silently without effect."""
+    """Variables that are set and not read: a misspelt one is silently without effect."""
     known = known_variables()
     given = sorted(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_")))
     unknown = [name for name in given if name not in known]

@@ -1,1 +1,1 @@
-"""What a case, a check or a verdict means, for a person at a terminal."""
+"""Explanations of cases, checks and verdicts, for a person at a terminal."""

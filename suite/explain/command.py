@@ -51,7 +51,7 @@ def explain(
 
 
 def meanings() -> dict[str, str]:
-    """What each verdict means, and what to do about it."""
+    """The meaning of each verdict, and what to do about it."""
     found = source.read(Path(__file__).with_name("verdicts.yaml")).plain()
     return {verdict: str(text) for verdict, text in found.items()}
 

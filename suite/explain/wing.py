@@ -1,4 +1,4 @@
-"""What this wing adds to the core: the command ``shardproof explain``."""
+"""The part of this wing that the core sees: the command ``shardproof explain``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Explain(Wing):
-    """What a case, a check or a verdict means."""
+    """Explanations of cases, checks and verdicts."""
 
     examples = ("shardproof explain fail                                    what a verdict means",)
     first = (

@@ -148,7 +148,7 @@ HOLDS: Mapping[str, Callable[[Sequence[Case]], bool]] = {
     "data coordinates without any micro-batch in some steps": some(
         lambda c: idle(c) and "rotating_shares" in c.workload.traits
     ),
-    "the same beside ranks with two stages": some(
+    "the same, next to ranks with two stages": some(
         lambda c: (
             idle(c)
             and "rotating_shares" in c.workload.traits
