@@ -301,7 +301,7 @@ def test_a_lost_piece_is_told_before_anything_is_written(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"when": object()}, "has no form in JSON"),
+        ({"when": object()}, "have no form in JSON"),
         ({"long": "x" * 9_000_000}, "bytes of JSON"),
         ({"many": [0] * 600_000}, "values of JSON"),
     ],

@@ -267,7 +267,7 @@ def test_a_failed_save_gives_the_lock_back(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> None:
         system = make("zero1", work, {"shard": 2}, rank)
         train(system, work, 0, 1)
-        with pytest.raises(CheckpointError, match="has no form in JSON"):
+        with pytest.raises(CheckpointError, match="have no form in JSON"):
             system.save(tmp_path, {"x": object()} if rank else {})
         meet = system.handle.comm.all_gather_object  # type: ignore[attr-defined]
         meet(None)
