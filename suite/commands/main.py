@@ -81,7 +81,6 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "verify": (evidence.verify, "Judge a run again from its records."),
     "merge": (evidence.merge, "Put parts of a cut selection together into one run."),
     "bundle": (evidence.bundle, "Pack a run into one archive that verify accepts anywhere."),
-    "badges": (evidence.badges, "Draw a run's verdicts as SVG badges."),
     "compare": (compare.compare, "Say what differs between runs."),
     "gate": (compare.gate, "Check a run against a baseline and a policy."),
 }

@@ -14,12 +14,7 @@ import pytest
 from made_case import made_case
 from typer.testing import CliRunner
 
-from shardproof.case import WorkloadSpec
-from shardproof.checks.results import CaseResult
-from shardproof.commands.main import app
-from shardproof.contract import OptimizerSpec
-from shardproof.errors import SelectionError
-from shardproof.report.badges import (
+from shardproof.badges.drawing import (
     COLOURS,
     INDEX,
     OVERALL,
@@ -29,6 +24,11 @@ from shardproof.report.badges import (
     width,
     write,
 )
+from shardproof.case import WorkloadSpec
+from shardproof.checks.results import CaseResult
+from shardproof.commands.main import app
+from shardproof.contract import OptimizerSpec
+from shardproof.errors import SelectionError
 from shardproof.report.capability_matrix import CAPABILITIES, STATES, CapabilityCell, overall
 from shardproof.runs.run_folder import Run, RunFolder, read
 

@@ -149,9 +149,9 @@ CODES: dict[str, tuple[int | None, ...]] = {
 
 
 @pytest.mark.parametrize(
-    ("damage", "name", "expected"),
+    ("name", "damage", "expected"),
     [
-        (damage, name, code)
+        (name, damage, code)
         for damage, codes in CODES.items()
         for name, code in zip(COMMANDS, codes, strict=True)
         if code is not None
