@@ -7,6 +7,7 @@ on the host of the repository.  Linked source files become pages of their own.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from sphinx.application import Sphinx
 from sphinx.util.osutil import relative_uri
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+from reference import filled  # noqa: E402
 
 project = "Shardproof"
 author = "The Shardproof developers"
@@ -48,14 +51,15 @@ copybutton_prompt_is_regexp = True
 def adapt_page(app: Sphinx, name: str, source: list[str]) -> None:
     """Write what the repository's host shows, and Sphinx does not, in the words of MyST.
 
-    Anchors in HTML become targets (a number alone is none), and links to folders lose their link.
+    Anchors in HTML become targets (a number alone is none), links to folders lose their link, and
+    parts that are generated are filled in.
     """
     folder = Path(app.env.doc2path(name)).parent
 
     def without_folder(found: re.Match[str]) -> str:
         return found[1] if (folder / found[2]).is_dir() else found[0]
 
-    text = re.sub(r'<a id="(\d+)"></a>', r"(finding-\1)=", source[0])
+    text = re.sub(r'<a id="(\d+)"></a>', r"(finding-\1)=", filled(source[0]))
     text = re.sub(r'<a id="([a-z-]+)"></a>', r"(\1)=\n", text)
     text = re.sub(r"\[([^\]]+)\]\(([\w./-]+)\)", without_folder, text)
     source[0] = re.sub(r"\]\(((?:\S*findings\.md)?)#(\d+)\)", r"](\1#finding-\2)", text)

@@ -152,7 +152,9 @@ FAULTS = [one for one in OWN if verb(one) == "mutants"]
 #: Verbs of commands that read what is there, and the exit codes that they may end with: what a gate
 #: says of one case hangs on the baseline.
 READ = {
-    **dict.fromkeys(("--help", "explain", "list", "verify", "bundle", "report", "badges"), (0,)),
+    **dict.fromkeys(
+        ("--help", "explain", "list", "schema", "verify", "bundle", "report", "badges"), (0,)
+    ),
     "compare": (0, 3),
     "gate": (0, 1, 3),
     "doctor": (0, 3),

@@ -18,7 +18,13 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 #: Pages that are laid out in a browser: long tables, long lines of code, signatures.
-SHOWN = ("docs/index", "docs/options", "docs/findings", "docs/what-you-have", "docs/api")
+SHOWN = tuple(
+    f"docs/{name}"
+    for name in (
+        *("index", "options", "findings", "what-you-have", "api", "command-line"),
+        *("scenario-keys", "checks", "verdicts"),
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +75,22 @@ def test_every_link_leads_to_a_file(site: Path) -> None:
         if not link.exists()
     }
     assert missing == set()
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("api", ["prove(", "OwnWorkload(", "shardproof.watch", "Implementation(", "Capabilities("]),
+        ("command-line", ["--maxfail", "shardproof bench pair", "shardproof checkpoint diff"]),
+        ("scenario-keys", ["memory_gib", "FaultPlan", "save_at"]),
+        ("checks", ["equivalence", "stopping"]),
+        ("verdicts", ["judge error", "130"]),
+    ],
+)
+def test_a_reference_page_has_what_its_source_has(site: Path, page: str, words: list[str]) -> None:
+    text = re.sub(r"<[^>]+>", "", (site / f"docs/{page}.html").read_text())
+    assert "generated:" not in text
+    assert [word for word in words if word not in text] == []
 
 
 @pytest.fixture(scope="module")
