@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shardproof.case import Case
     from shardproof.cases.runner import CaseHost
-    from shardproof.commands.options import SessionOptions
+    from shardproof.commands.options import Output, SessionOptions
     from shardproof.coverage.pairs import Coverage
     from shardproof.launch.nodes import Nodes
 
@@ -214,7 +214,7 @@ class Wing:
         return ""
 
     def plant(
-        self, faults: Sequence[Any], most: int, seed: int, asked: SessionOptions
+        self, faults: Sequence[Any], most: int, seed: int, asked: SessionOptions, output: Output
     ) -> int | None:
         """Plant each of ``faults`` in up to ``most`` random cases of its parent, and print how many
         die; the exit code.

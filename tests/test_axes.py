@@ -28,7 +28,7 @@ OTHER_WORDS = {
         *("runs/records.py", "reproduce/reproduced.py", "report/limits.py"),
     ),
     # `shardproof run --shard`
-    "shard": ("cluster/command.py",),
+    "shard": ("cluster/command.py", "commands/project.py"),
 }
 #: Two axes with properties that no axis of today has together.
 CONTEXT = Axis(

@@ -24,6 +24,7 @@ from shardproof.commands.supervision import Interrupts, open_folder, supervised
 from shardproof.launch.process_control import cores
 from shardproof.runs import random_kills
 from shardproof.runs.random_kills import RandomKill, RandomKills
+from shardproof.table import Table
 
 #: Judges cases; those that time did not allow are missing from what it gives.
 Judge = Callable[[Sequence[Case]], Mapping[str, CaseResult]]
@@ -32,7 +33,13 @@ Judge = Callable[[Sequence[Case]], Mapping[str, CaseResult]]
 GROUP = 8
 
 
-def run(mutants: Sequence[Any], most: int, seed: int, asked: options.SessionOptions) -> int:
+def run(
+    mutants: Sequence[Any],
+    most: int,
+    seed: int,
+    asked: options.SessionOptions,
+    output: options.Output,
+) -> int:
     """Plant each of ``mutants`` in up to ``most`` random cases and print how many die, by N.
 
     Returns the exit code.
@@ -56,25 +63,51 @@ def run(mutants: Sequence[Any], most: int, seed: int, asked: options.SessionOpti
 
         folder.plan([])  # which cases there will be hangs on what dies before
         with Session(asked.jobs or cores()) as session:
-            kills = plant(mutants, most, seed, judge)
+            kills = plant(mutants, most, seed, judge, say if output.progress else _nothing)
         folder.write(random_kills.FILE, kills.text())
-        if kills.faults:
+        if kills.faults and not output.quiet:
             console.print(kills.table())
+            if output.rows:
+                console.print(by_fault(kills))
         for name in kills.alarms:
             print_line(console, f"false alarm: its parent fails in {name}")
-        print_line(console, kills.sentence())
+        evidence = f"; evidence: {folder.path}" if output.quiet else ""
+        print_line(console, kills.sentence() + evidence)
         if kills.alarms:
             return verdicts.BROKEN
         return verdicts.HELD if kills.faults else verdicts.NOT_DECIDED
 
     with open_folder(asked.results) as folder:
-        return supervised(folder, console, body)
+        return supervised(folder, console, body, quiet=output.quiet)
 
 
-def plant(mutants: Sequence[Any], most: int, seed: int, judge: Judge) -> RandomKills:
+def by_fault(kills: RandomKills) -> Table:
+    """A row for each fault: in how many cases it was planted, and what killed it."""
+    rows = [
+        (one.name, one.parent, f"{one.cases:,}", ", ".join(one.failing) or "survives")
+        for one in sorted(kills.faults, key=lambda one: one.name)
+    ]
+    return Table("", ("fault", "planted in", "cases", "failing checks"), rows, align="llrl")
+
+
+def say(line: str) -> None:
+    """Print a line of progress on standard error."""
+    echo(line, err=True)
+
+
+def _nothing(_: str) -> None: ...
+
+
+def plant(
+    mutants: Sequence[Any],
+    most: int,
+    seed: int,
+    judge: Judge,
+    progress: Callable[[str], None] = _nothing,
+) -> RandomKills:
     """Plant ``mutants``, in an order of ``seed``, each in at most ``most`` cases of its parent.
 
-    Progress is told on standard error.
+    ``progress`` gets a line after each group of faults.
     """
     drawn = [mutant for mutant in mutants if mutant.parent in draws.names()]
     others = tuple(mutant.name for mutant in mutants if mutant not in drawn)
@@ -87,7 +120,7 @@ def plant(mutants: Sequence[Any], most: int, seed: int, judge: Judge) -> RandomK
             break
         found += group
         killed = sum(one.killed for one in found)
-        echo(f"  {len(found)} of {len(drawn)} faults, {killed} killed", err=True)
+        progress(f"  {len(found)} of {len(drawn)} faults, {killed} killed")
     left_out = tuple(mutant.name for mutant in drawn[len(found) :])
     return RandomKills(seed, most, tuple(found), left_out, others, tuple(clean.alarms))
 

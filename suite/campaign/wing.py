@@ -10,7 +10,7 @@ from shardproof.wings import Wing
 
 if TYPE_CHECKING:
     from shardproof.case import Case
-    from shardproof.commands.options import SessionOptions
+    from shardproof.commands.options import Output, SessionOptions
     from shardproof.coverage.pairs import Coverage
 
 
@@ -47,11 +47,13 @@ class Campaign(Wing):
 
         return conditions.sentence(cases)
 
-    def plant(self, faults: Sequence[Any], most: int, seed: int, asked: SessionOptions) -> int:
+    def plant(
+        self, faults: Sequence[Any], most: int, seed: int, asked: SessionOptions, output: Output
+    ) -> int:
         """Plant ``faults`` until each is killed, in at most so many cases."""
         from shardproof.campaign import kills
 
-        return kills.run(faults, most, seed, asked)
+        return kills.run(faults, most, seed, asked, output)
 
 
 WING = Campaign()

@@ -71,7 +71,7 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
         given = {"--tier quick": is_quick, "--depth": how.depth, "--shard": part}
         options.refuse(given, "--campaign plants in cases as they are drawn", how.campaign)
         most, seed = how.campaign, how.seed or 0
-        code = options.of_campaign(lambda wing: wing.plant(chosen, most, seed, session))
+        code = options.of_campaign(lambda wing: wing.plant(chosen, most, seed, session, how))
         raise typer.Exit(code)
     jobs, budget, whole = session.jobs or cores(), session.budget, not is_quick
     with open_folder(session.results) as folder:

@@ -567,12 +567,15 @@ def find_run(name: str | None, root: Path = Path("results")) -> Path:
     if name is None:
         runs = [path.parent for path in root.glob("*/run.json")]
         if not runs:
-            raise SelectionError(Problem("no run yet", "run `make bench` first", str(root)))
+            raise SelectionError(Problem("no run yet", "`shardproof run` makes one", str(root)))
         return max(runs, key=lambda path: (path / "run.json").stat().st_mtime)
     for path in (Path(name), root / name):
         if (path / "run.json").is_file():
             return path
-    raise SelectionError(Problem("no such run", "name a folder or an id under results/", name))
+    remedy = "name a folder or an id under results/"
+    if "baselines" in Path(name).parts:
+        remedy = "only a checkout has it; `shardproof compare RUN --save FILE` makes one of a run"
+    raise SelectionError(Problem("no such run", remedy, name))
 
 
 def lines(run: Path) -> Iterator[Line]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -115,9 +116,13 @@ def test_what_is_kept_is_read_again_or_told_to_be_damaged(tmp_path: Path) -> Non
 
 def test_faults_die_in_random_cases_and_the_report_tells_how_many(tmp_path: Path) -> None:
     words = ("mutants", "--impl", "ddp_never_reduces", "--campaign", "2", "--seed", "5", "-j", "1")
-    done = here(*words, "--results", str(tmp_path / "run"))
+    done = here(*words, "-v", "--results", str(tmp_path / "run"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 fault in up to 2 cases of seed 5: 1 killed" in done.stdout
+    closing = "1 fault in up to 2 cases of seed 5: 1 killed"
+    assert closing in done.stdout and "1 of 1 faults, 1 killed" in done.stderr
+    assert re.search(r"^ *ddp_never_reduces +reference/ddp +1 +equivalence", done.stdout, re.M)
+    quiet = here(*words, "-q", "--results", "quiet", cwd=tmp_path)
+    assert (quiet.stdout, quiet.stderr) == (f"{closing}; evidence: quiet\n", "")
     run = read(tmp_path / "run")
     assert report.document(run).count("Planted faults under random cases") == 1
     assert "Measured: 1 fault in up to 2 cases" in report.html(run)
