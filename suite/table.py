@@ -31,6 +31,8 @@ Mark = Literal["", "bad", "good", "changed"]
 _STYLES: dict[str, str] = {"bad": "red", "good": "green", "changed": "yellow"}
 #: A column of a terminal may be this narrow and break longer words; below it rows become blocks.
 _NARROWEST = 26
+#: That of the names of rows: a name that is broken cannot be copied.
+_LONGEST_NAME = 40
 #: Spaces between two columns of a terminal.
 _GAP = 2
 #: Characters of a sentence on a terminal.
@@ -127,7 +129,11 @@ class Table:
 
         columns = list(zip(*[map(str, self.headings), *self.texts], strict=True))
         words = ((cell_len(word) for text in texts for word in text.split()) for texts in columns)
-        widths = [min(max(lengths, default=1), _NARROWEST) for lengths in words]
+        limits = [_NARROWEST] * len(columns)
+        limits[self.row_header] = _LONGEST_NAME
+        widths = [
+            min(max(found, default=1), most) for found, most in zip(words, limits, strict=True)
+        ]
         wanted = [max(map(cell_len, texts), default=1) for texts in columns]
         spare = terminal - sum(widths) - _GAP * (len(widths) - 1)
         if spare < 0:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from shardproof import verdicts
 from shardproof.checks.results import CaseResult, Kill
-from shardproof.report.tables import share_of
+from shardproof.report.tables import OF_FAMILIES, share_of, within_family
 from shardproof.table import Mark, Table
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def counted(counts: Mapping[str, int], order: Sequence[str] = verdicts.VERDICTS)
     return ", ".join(f"{counts[v]:,} {_SHORT.get(v, v)}" for v in order if counts.get(v)) or "-"
 
 
-def of_cases(results: Iterable[CaseResult]) -> Table:
+def of_cases(results: Sequence[CaseResult]) -> Table:
     """How many cases of each family passed, what became of the others, how much of its bound the
     worst error uses, and the seconds of all.
     """
@@ -60,7 +60,8 @@ def of_cases(results: Iterable[CaseResult]) -> Table:
         passed = f"{counts.pop('pass', 0):,}"
         rows.append((name, passed, counted(counts), used, _seconds(members)))
     headings = ("system", "pass", "other verdicts", "of bound", "time")
-    return Table("", headings, rows, marks, align="lrlrr")
+    notes = [OF_FAMILIES] if within_family(results) else []
+    return Table("", headings, rows, marks, notes=notes, align="lrlrr")
 
 
 def of_kills(kills: Iterable[Kill]) -> Table:

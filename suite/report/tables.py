@@ -68,7 +68,7 @@ def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
         worlds = _span(sorted({result.case.world for result in members}))
         told = ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v])
         of_bytes = bytes_text(sent, expected) + (f" ({times:.3g} x {book})" if book else "")
-        of_bytes = WITHIN if not counted and _within_family(members) else of_bytes
+        of_bytes = WITHIN if not counted and within_family(members) else of_bytes
         error = error_of(max(members, key=share_of))
         seconds = f"{statistics.median(result.seconds for result in members):.2f}"
         rows.append((name, backend, worlds, told, error, of_bytes, seconds))
@@ -76,7 +76,7 @@ def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
     return Table("Results", HEADINGS, rows, marks, notes=notes, align="llrlllr")
 
 
-def _within_family(results: Sequence[CaseResult]) -> bool:
+def within_family(results: Sequence[CaseResult]) -> bool:
     """Whether the bytes of ``results`` were compared with the bounds of a family, and all held."""
     checks = [check for result in results if result.depth == "family" for check in result.checks]
     held = {check.status for check in checks if check.check == "traffic"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from made_case import made_case
 from rich.console import Console
 
 from shardproof import report, verdicts
+from shardproof.checks import Outcome
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.explain.command import explain, meanings
 from shardproof.report import brief
@@ -75,6 +77,24 @@ def test_what_did_not_pass_is_counted_and_marked() -> None:
         ["a/good", "12", "-"],
     ]
     assert table.marks == ["bad", ""]
+
+
+def test_a_class_that_is_held_to_its_family_is_told_how_to_get_more() -> None:
+    own = results(["mine:Mine"])
+    assert not brief.of_cases(own).notes
+    checks = [Outcome("traffic", "pass")]
+    held = [replace(result, depth="family", checks=checks) for result in own]
+    [note] = brief.of_cases(held).notes
+    assert "depth = 'layout'" in note and "cost model" in note
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_name_of_a_row_is_not_broken(width: int) -> None:
+    name = "reference/system+label_of_its_options"
+    headings = ("system", "worst error / bound", "bytes sent / formula", "verdicts")
+    row = (name, "5.3e-20 / 4e-18", "691,200 = formula", "2 pass")
+    lines = printed(width, Table("", headings, [row]))
+    assert any(name in line for line in lines) and all(len(line) <= width for line in lines)
 
 
 def test_survivors_are_grouped_by_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
