@@ -124,11 +124,15 @@ class CollectivesPlan:
                 with interrupts.held():
                     for line in lines:
                         folder.add(line.to_dict(), KIND)
-                Collectives(lines).show(console)
-                print_line(console, "every size, and a drawing: report.html")
+                if self.given.quiet:
+                    told = f"{len(lines)} collectives timed; evidence: {folder.path}"
+                    print_line(console, told)
+                else:
+                    Collectives(lines).show(console)
+                    print_line(console, "every size, and a drawing: report.html")
                 return verdicts.HELD
 
             def stopped() -> str:
                 return "stopped: nothing was kept, for no system had all its rounds"
 
-            return supervision.supervised(folder, console, body, stopped)
+            return supervision.supervised(folder, console, body, stopped, quiet=self.given.quiet)
