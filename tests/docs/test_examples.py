@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.launches
+from shardproof.init.command import PLACES, written
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
+ALL = {path.name: path for path in sorted((ROOT / "examples").iterdir()) if path.is_file()}
+EXAMPLES = {name: path for name, path in ALL.items() if path.suffix == ".py"}
 #: Most lines of a file.
 MOST = 60
 #: Command of a docstring -> its exit code and what its output must hold, in order.
@@ -68,11 +69,21 @@ def test_every_command_has_an_expected_output() -> None:
     assert {c for path in EXAMPLES.values() for c in commands(path)} == EXPECTED.keys()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_is_short(name: str) -> None:
-    assert len(EXAMPLES[name].read_text().splitlines()) < MOST
+@pytest.mark.parametrize("name", ALL)
+def test_an_example_is_short_and_linked_from_a_page(name: str) -> None:
+    assert len(ALL[name].read_text().splitlines()) < MOST
+    pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    assert any(f"](../examples/{name})" in page for page in pages)
 
 
+def test_the_workflow_is_what_init_writes() -> None:
+    """tests/commands/test_init.py runs its steps."""
+    source = "shardproof @ git+<this repository>@<commit>"
+    made = written("mine:Mine", ["replicate"], [], source)
+    assert ALL["gate_workflow.yaml"].read_text() == made[PLACES["workflow.yaml"]]
+
+
+@pytest.mark.launches
 @pytest.mark.parametrize("command", EXPECTED)
 def test_an_example_prints_its_verdicts(tmp_path: Path, command: str) -> None:
     program, *given = shlex.split(command)
