@@ -25,7 +25,7 @@ from html import escape
 from pathlib import Path
 
 from shardproof import registry
-from shardproof.badges.drawing import COLOURS, badge
+from shardproof.init.drawing import COLOURS, badge
 from shardproof.report import capability_matrix
 from shardproof.report.capability_matrix import STATES, State
 from shardproof.runs.run_folder import find_run, read

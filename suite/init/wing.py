@@ -1,4 +1,4 @@
-"""The part of this wing that the core sees: the command ``shardproof init``."""
+"""The part of this wing that the core sees: the commands ``init`` and ``badges``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class Init(Wing):
     )
 
     def add_commands(self, app: typer.Typer) -> None:
-        """Add ``init``."""
-        from shardproof.init import command
+        """Add ``init`` and ``badges``."""
+        from shardproof.init import badges, command
 
         short = "Write test, policy, baseline and workflow for your own."
         app.command("init", short_help=short)(command.init)
+        app.command("badges", short_help="Draw a run's verdicts as SVG badges.")(badges.badges)
 
 
 WING = Init()

@@ -14,7 +14,12 @@ import pytest
 from made_case import made_case
 from typer.testing import CliRunner
 
-from shardproof.badges.drawing import (
+from shardproof.case import WorkloadSpec
+from shardproof.checks.results import CaseResult
+from shardproof.commands.main import app
+from shardproof.contract import OptimizerSpec
+from shardproof.errors import SelectionError
+from shardproof.init.drawing import (
     COLOURS,
     INDEX,
     OVERALL,
@@ -24,11 +29,6 @@ from shardproof.badges.drawing import (
     width,
     write,
 )
-from shardproof.case import WorkloadSpec
-from shardproof.checks.results import CaseResult
-from shardproof.commands.main import app
-from shardproof.contract import OptimizerSpec
-from shardproof.errors import SelectionError
 from shardproof.report.capability_matrix import CAPABILITIES, STATES, CapabilityCell, overall
 from shardproof.runs.run_folder import Run, RunFolder, read
 

@@ -33,7 +33,7 @@ def badges(
     shardproof badges results/20260102-030405 --output docs/badges
     shardproof badges 20260102-030405.tar.gz
     """
-    from shardproof.badges import drawing
+    from shardproof.init import drawing
     from shardproof.runs.bundle.unpacking import open_run
     from shardproof.runs.integrity import require_unchanged
     from shardproof.runs.run_folder import read

@@ -1,1 +1,0 @@
-"""Badges: a run's verdicts as SVG, one for each strategy, backend and capability."""
