@@ -80,7 +80,7 @@ def test_every_link_leads_to_a_file(site: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "words"),
     [
-        ("api", ["prove(", "OwnWorkload(", "shardproof.watch", "Implementation(", "Capabilities("]),
+        ("api", ["prove(", "OwnWorkload(", "shardproof.watch", "Batch(", "Capabilities("]),
         ("command-line", ["--maxfail", "shardproof bench pair", "shardproof checkpoint diff"]),
         ("scenario-keys", ["memory_gib", "FaultPlan", "save_at"]),
         ("checks", ["equivalence", "stopping"]),
