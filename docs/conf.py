@@ -44,6 +44,7 @@ autodoc_typehints = "description"
 html_theme = "furo"
 html_title = "Shardproof"
 html_copy_source = False
+smartquotes = False  # it makes a dash of the "--" of options
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 

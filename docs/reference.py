@@ -20,6 +20,8 @@ from shardproof.scenarios.schema import Scenario, json_schema
 MARK = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 #: Keys of JSON Schema that hold several schemas, any of which fits.
 _EITHER = ("anyOf", "oneOf")
+#: What typer says of arguments that are any text.
+_TEXT = re.compile(r" <(list\[)?str\]?>")
 
 
 def table(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
@@ -64,7 +66,7 @@ def _command(command: Any, words: str) -> Iterator[str]:
     for sort in ("argument", "option"):
         of_sort = [one for one in command.params if one.param_type_name == sort]
         records = filter(None, (one.get_help_record(context) for one in of_sort))
-        if rows := [(f"`{names}`", about) for names, about in records]:
+        if rows := [(f"`{_TEXT.sub('', names)}`", about) for names, about in records]:
             yield from table((sort, "meaning"), iter(rows))
 
 

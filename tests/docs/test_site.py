@@ -81,7 +81,10 @@ def test_every_link_leads_to_a_file(site: Path) -> None:
     ("page", "words"),
     [
         ("api", ["prove(", "OwnWorkload(", "shardproof.watch", "Batch(", "Capabilities("]),
-        ("command-line", ["--maxfail", "shardproof bench pair", "shardproof checkpoint diff"]),
+        (
+            "command-line",
+            ["--maxfail", "cases of --seed", "shardproof bench pair", "shardproof checkpoint diff"],
+        ),
         ("scenario-keys", ["memory_gib", "FaultPlan", "save_at"]),
         ("checks", ["equivalence", "stopping"]),
         ("verdicts", ["judge error", "130"]),
