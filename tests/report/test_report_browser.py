@@ -118,6 +118,14 @@ def test_no_table_scrolls_both_ways(browser: Any, file: Path, size: dict[str, in
         assert both == 0
 
 
+def test_cases_are_folded_until_they_are_sought(browser: Any, file: Path) -> None:
+    """What broke stands above in full; open groups made the page 58,000 pixels long."""
+    with Visit(browser, file, viewport={"width": 1280, "height": 900}) as page:
+        assert page.locator("details.group[open]").count() == 0
+        page.get_by_label("Search").fill("zero1 gloo")
+        assert page.locator("details.group[open]").count() == 1
+
+
 def test_a_link_opens_what_is_folded(browser: Any, file: Path) -> None:
     with Visit(browser, file) as page:
         folded = page.locator("details.part", has=page.locator("#traffic"))
