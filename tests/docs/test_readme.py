@@ -126,6 +126,10 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 120
 
 
+def test_the_changelog_of_a_first_release_fits_a_screen_or_two() -> None:
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 80
+
+
 def test_the_first_example_shows_its_fault(tmp_path: Path) -> None:
     """The file of the first minute, as it stands there, and with its division."""
     found = re.search(r"```python\n# broken\.py\n(.*?)```", README, re.DOTALL)
