@@ -51,8 +51,8 @@ EVIDENCE = {
 VERDICTS = {
     "crash": "A rank raises, with the reason that the declaration names.",
     "hang": "The ranks stand still: none computes, ends, enters or leaves a call.",
-    "judge error": "A check broke, or passed without its proof: what is planted is in the judge.",
-    "undecidable": "Nothing was compared: what is planted is in the judge.",
+    "judge error": "A check broke, or passed without its proof: the fault is planted in the judge.",
+    "undecidable": "Nothing was compared: the fault is planted in the judge.",
 }
 REFERENCE = re.compile(r"([\w-]+/[\w.-]+)/(?:issues|pull|discussions)/([1-9]\d*)")
 
@@ -82,7 +82,7 @@ the symptom. [Add a check](add-a-check.md) shows how to plant a fault.
 UNCITED = """\
 ## Planted faults without a public report
 
-Each breaks a property that a check judges. The list is ordered by implementation.
+Each breaks a property that a check tests. The list is ordered by implementation.
 """
 
 

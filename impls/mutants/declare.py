@@ -1,4 +1,4 @@
-"""How a mutant is declared: ``@mutant("name", killed_by=...)`` on a class with one planted fault.
+"""How to declare a mutant: ``@mutant("name", killed_by=...)`` on a class with one planted fault.
 
 The class's docstring says what goes wrong.  The class comes from its parent, or from a part that
 the parent is built of.  A mutant names the case that triggers it; the same case must pass on the
@@ -59,18 +59,18 @@ class Mutant:
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """The trigger: conditions without which the fault does not show."""
+        """The trigger: traits without which the fault does not show."""
         return self.workload.traits
 
 
 class Declare(Protocol):
-    """``mutant`` of one family."""
+    """The type of the decorator ``mutant`` of one family."""
 
     def __call__(self, name: str, **fields: Any) -> Callable[[C], C]: ...
 
 
 def family(*parents: type[Implementation], **usual: Any) -> Declare:
-    """The decorator for faults of ``parents``; ``usual`` are fields of :class:`Mutant`.
+    """The decorator for faults of ``parents``; ``usual`` holds default fields of :class:`Mutant`.
 
     It sets the attribute ``mutant`` of the decorated class.  A class that comes from a part that
     several parents are built of belongs to the first of them, or to the field ``parent``.
@@ -95,7 +95,7 @@ def family(*parents: type[Implementation], **usual: Any) -> Declare:
 
 
 def _planted(fault: type, owner: type) -> Any:
-    """``owner`` with the ``*_type`` that ``fault`` comes from replaced by it, however deep."""
+    """``owner`` with its ``*_type``, at any depth, replaced by the ``fault`` that inherits from it."""
     if issubclass(fault, owner):
         return fault
     parts = {name: getattr(owner, name) for name in dir(owner) if name.endswith("_type")}

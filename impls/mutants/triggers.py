@@ -1,4 +1,4 @@
-"""What makes planted faults show: small workloads, optimizers, and parts that faults share."""
+"""Triggers of planted faults: small workloads, optimizers, and parts that faults share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FIELDS = {field.name for field in fields(WorkloadSpec)}
 
 
 def gpts(**usual: Any) -> Callable[..., WorkloadSpec]:
-    """``gpt(*traits, **values)`` of a family of faults: the byte-level GPT.
+    """``gpt(*traits, **values)`` with defaults for one family of faults: the byte-level GPT.
 
     ``values``, and the family's ``usual`` ones, are fields of the workload or knobs of the model.
     """
@@ -55,14 +55,14 @@ whole_gpt = gpts()
 
 
 class Nothing:
-    """A reduction that does not take place."""
+    """The handle of a reduction that does not take place."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 def exchange_decays(groups: Sequence[dict[str, Any]]) -> None:
-    """Give the groups each other's weight decay."""
+    """Swap the weight decay of the groups."""
     decays = [group["weight_decay"] for group in groups]
     # Groups have no names: nothing but the numbers can show the exchange.
     for group, decay in zip(groups, reversed(decays), strict=True):
@@ -70,7 +70,7 @@ def exchange_decays(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def exchange_equal(items: list[Any], sizes: Sequence[int]) -> None:
-    """Exchange the first two ``items`` of equal size, which no backend can tell apart."""
+    """Swap the first two ``items`` of equal size, which no backend can tell apart."""
     first = next((i for i, size in enumerate(sizes) if sizes.count(size) > 1), None)
     if first is not None:
         twin = sizes.index(sizes[first], first + 1)
@@ -83,12 +83,12 @@ def overflows_here(gradients: Iterable[Tensor | None]) -> bool:
 
 
 def own_parts(parts: Iterable[NormPart]) -> list[NormPart]:
-    """The same parts of a norm, summed over no axis."""
+    """The parts of a norm, summed over no axis."""
     return [(total, ()) for total, _ in parts]
 
 
 def spend_a_step(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
-    """Make the optimizer's state by a step with zero gradients, which counts and decays."""
+    """Create the optimizer's state by a step with zero gradients, which counts and applies decay."""
     for tensor in tensors:
         tensor.grad = torch.zeros_like(tensor)
     optimizer.step()

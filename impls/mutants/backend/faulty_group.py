@@ -1,4 +1,4 @@
-"""A process group that hands every call on to a sound one, but for the fault planted in it.
+"""A process group that forwards every call to a correct one, except for the planted fault.
 
 Not registered with torch: functions of ``torch.distributed`` take it as their ``group`` all the
 same.  A fault overrides the method of one operation; ``self.sound`` is the group underneath.
@@ -18,7 +18,7 @@ from shardproof.impls.pytorch.collectives import TorchCollectives
 
 
 class FaultyGroup(dist.ProcessGroup):
-    """All operations of the check ``collectives``, as the sound group makes them."""
+    """All operations of the check ``collectives``, forwarded to the correct group."""
 
     def __init__(self, sound: Any, ranks: Sequence[int]) -> None:
         size, rank = dist.get_world_size(sound), dist.get_rank(sound)
@@ -98,7 +98,7 @@ class FaultyGroup(dist.ProcessGroup):
 
 
 def named(group: Any, *names: str) -> Any:
-    """The method of ``group`` by the first of ``names`` that it has."""
+    """The first method of ``group`` whose name is in ``names``."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
@@ -135,7 +135,7 @@ class Faulty(TorchCollectives):
 
 
 class Then:
-    """The work of a call after which ``finish`` is still to be done."""
+    """The work handle of a call that runs ``finish`` once the call is complete."""
 
     def __init__(self, work: Any, finish: Callable[[], object]) -> None:
         self.work, self.finish = work, finish
@@ -151,12 +151,12 @@ class Then:
         return True
 
     def is_completed(self) -> bool:
-        """As the work underneath."""
+        """Whether the underlying work is complete."""
         return bool(self.work.is_completed())
 
 
 class Done:
-    """A work that says it is done, whatever is under way."""
+    """A work handle that always reports completion."""
 
     def __init__(self, work: Any = None) -> None:
         self.work = work  # kept alive
@@ -166,11 +166,11 @@ class Done:
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Return true in every case."""
         return True
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements as they lie in memory, from the first on: strides are ignored."""
+    """The elements in memory order from the first on; strides are ignored."""
     storage = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return storage.view(tensor.shape)

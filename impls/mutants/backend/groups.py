@@ -63,7 +63,7 @@ class _GlobalRoot(FaultyGroup):
 
 @mutant("backend_group_ranks_are_global", says="the part of rank", **of("scatter"))
 class GroupRanksAreGlobal(Faulty):
-    """In a sub-group parts go by another numbering of the ranks."""
+    """In a sub-group, parts are ordered by another numbering of the ranks."""
 
     group_kind = _GlobalRoot
 
@@ -76,7 +76,7 @@ class _OwnSlotFirst(FaultyGroup):
 
 @mutant("backend_gather_is_one_slot_on", says="the value of rank|own value", **of("all_gather"))
 class GatherIsOneSlotOn(Faulty):
-    """What came of a rank lands in the slot of the one before."""
+    """The data of each rank lands in the slot of the rank before it."""
 
     group_kind = _OwnSlotFirst
 
@@ -96,7 +96,7 @@ class _Dense(FaultyGroup):
     **of("broadcast", layouts="spread"),
 )
 class StridesAreIgnored(Faulty):
-    """A strided tensor is taken for a dense one."""
+    """A strided tensor is treated as contiguous."""
 
     group_kind = _Dense
 
@@ -130,7 +130,7 @@ class _Beyond(FaultyGroup):
 
 @mutant("backend_writes_one_beyond", says="memory beyond", **of("all_reduce", layouts="dense"))
 class WritesOneBeyond(Faulty):
-    """A result is rounded up to a whole number of words: one element too many is written."""
+    """The result is rounded up to a whole number of words, so one element too many is written."""
 
     group_kind = _Beyond
 
@@ -148,7 +148,7 @@ class _InPlaceSlot(FaultyGroup):
 
 @mutant("backend_in_place_offset_is_lost", says="the result", zoo=("B04",), **of("all_gather"))
 class InPlaceOffsetIsLost(Faulty):
-    """An input that lies inside the output is read from the output's beginning."""
+    """An input inside the output is read from the beginning of the output."""
 
     group_kind = _InPlaceSlot
 
@@ -166,7 +166,7 @@ class _SpoilsInput(FaultyGroup):
     **of("reduce", others="kept"),
 )
 class ReduceSpoilsOtherRanks(Faulty):
-    """Ranks that are not the root use their input as scratch."""
+    """Ranks other than the root use their input as scratch memory."""
 
     group_kind = _SpoilsInput
 
@@ -180,7 +180,7 @@ class _AloneNothing(FaultyGroup):
 
 @mutant("backend_alone_copies_nothing", says="nothing was written", **of("all_gather"))
 class AloneCopiesNothing(Faulty):
-    """In a group of one rank nothing needs to be sent, and nothing is copied either."""
+    """In a group of one rank, nothing is sent and nothing is copied either."""
 
     group_kind = _AloneNothing
 
@@ -215,7 +215,7 @@ class _HalfPrecision(FaultyGroup):
 
 @mutant("backend_sums_in_less_precision", says="the result.* expected", **of("all_reduce"))
 class SumsInLessPrecision(Faulty):
-    """What is sent is rounded to a few bits."""
+    """Values are rounded to a few bits before they are sent."""
 
     group_kind = _HalfPrecision
 
@@ -237,7 +237,7 @@ class _InFloat64(FaultyGroup):
     **of("all_reduce", layouts="dense"),
 )
 class ReducesIntegersInFloat64(Faulty):
-    """Integers are reduced as floating-point numbers: beyond 2^53 the last digits are lost."""
+    """Integers are reduced as floating-point numbers, so the last digits beyond 2^53 are lost."""
 
     group_kind = _InFloat64
 
@@ -258,7 +258,7 @@ class _Remainder(FaultyGroup):
     **of("all_reduce", layouts="dense"),
 )
 class RemainderIsDropped(Faulty):
-    """Elements that do not divide by the number of ranks are not reduced."""
+    """The elements left over when the length is divided by the number of ranks are not reduced."""
 
     group_kind = _Remainder
 
@@ -271,7 +271,7 @@ class _NeighboursChunk(FaultyGroup):
 
 @mutant("backend_scatters_neighbours_chunk", says="the chunk of rank", **of("reduce_scatter"))
 class ScattersNeighboursChunk(Faulty):
-    """A rank gets the reduced chunk of the next one."""
+    """A rank gets the reduced chunk of its successor."""
 
     group_kind = _NeighboursChunk
 
@@ -289,7 +289,7 @@ class _FirstOfSeveral(FaultyGroup):
     **of("reduce_scatter", layouts="dense"),
 )
 class CoalescedCallIsFirstAlone(Faulty):
-    """Of calls that are made together only the first one takes place."""
+    """Of several calls made together, only the first takes place."""
 
     group_kind = _FirstOfSeveral
 
@@ -305,7 +305,7 @@ class _LargestForSmallest(FaultyGroup):
     "backend_takes_max_for_min", says="it is the max|own value", **of("reduce", others="undefined")
 )
 class TakesMaxForMin(Faulty):
-    """The smallest was asked for, the largest comes."""
+    """The minimum is requested and the maximum is returned."""
 
     group_kind = _LargestForSmallest
 
@@ -373,7 +373,7 @@ class _WrongCopy(FaultyGroup):
 
 @mutant("backend_staging_buffer_is_shared", says="expected", zoo=("B13",), **of("broadcast"))
 class StagingBufferIsShared(Faulty):
-    """Calls under way share one staging buffer: the later one's data comes out of both."""
+    """Calls in flight share one staging buffer, so both return the data of the later one."""
 
     group_kind = _WrongCopy
 
@@ -403,7 +403,7 @@ class _Swapped(FaultyGroup):
 
 @mutant("backend_exchange_is_one_rank_on", says="what came of rank", **of("all_to_all"))
 class ExchangeIsOneRankOn(Faulty):
-    """Every part goes to the rank after the one that it is for."""
+    """Every part goes to the rank after its receiver."""
 
     group_kind = _Swapped
 
@@ -425,7 +425,7 @@ class _LostMessage(FaultyGroup):
     **of("batch", layouts="dense"),
 )
 class SecondHalfIsLost(Faulty):
-    """Of a message only the first half arrives."""
+    """Only the first half of a message arrives."""
 
     group_kind = _LostMessage
 
@@ -440,6 +440,6 @@ class _EmptySkips(FaultyGroup):
 
 @mutant("backend_root_forgets_itself", says="what came of rank .* is", zoo=("B05",), **of("gather"))
 class RootForgetsItself(Faulty):
-    """A gather's root does not put its own part among the others."""
+    """The root of a gather does not put its own part among the others."""
 
     group_kind = _EmptySkips

@@ -1,4 +1,4 @@
-"""Faults of a backend that takes what it should refuse, and of how it counts.
+"""Faults of a backend that accepts invalid calls, and faults of how it counts.
 
 It counts elements, parts, calls and messages, and tells groups apart.
 """
@@ -29,7 +29,7 @@ class _ModuloRoot(FaultyGroup):
     **of("broadcast"),
 )
 class RootIsTakenModulo(Faulty):
-    """A root that is no member of the group is wrapped around."""
+    """A root outside the group is wrapped around by modulo."""
 
     group_kind = _ModuloRoot
 
@@ -49,7 +49,7 @@ class _Widened(FaultyGroup):
     **of("all_reduce"),
 )
 class DtypesAreMadeEqual(Faulty):
-    """Ranks that reduce tensors of different dtypes are not told."""
+    """Ranks that reduce tensors of different dtypes get no error."""
 
     group_kind = _Widened
 
@@ -76,7 +76,7 @@ class _Padded(FaultyGroup):
     **of("all_reduce"),
 )
 class SizesAreRoundedUp(Faulty):
-    """Whole pages are reduced: ranks whose tensors differ in size are not told."""
+    """Whole pages are reduced, so ranks whose tensors differ in size get no error."""
 
     group_kind = _Padded
 
@@ -94,7 +94,7 @@ class _SkipsEmpty(FaultyGroup):
     **of("all_reduce", layouts="dense"),
 )
 class EmptyCallIsSkippedByOne(Faulty):
-    """The first rank does not make a call that has no elements: the others wait for it."""
+    """The first rank skips a call without elements, and the others wait for it."""
 
     group_kind = _SkipsEmpty
 
@@ -116,7 +116,7 @@ class _SwappedSplits(FaultyGroup):
     **of("all_to_all", layouts="dense"),
 )
 class UnevenSplitsAreSwapped(Faulty):
-    """Each rank's rows are counted by the split of the rank beside it."""
+    """The rows of each rank are counted by the split of its neighbour."""
 
     group_kind = _SwappedSplits
 
@@ -145,7 +145,7 @@ class _NarrowCount(FaultyGroup):
     **of("all_gather", layouts="dense"),
 )
 class CountIsTooNarrow(Faulty):
-    """Elements are counted in eleven bits: of more than 2047 only the remainder is sent."""
+    """Elements are counted in eleven bits: beyond 2047 elements only the remainder is sent."""
 
     group_kind = _NarrowCount
 
@@ -160,7 +160,7 @@ class CountIsTooNarrow(Faulty):
     **of("broadcast", layouts="dense"),
 )
 class GroupsOfOneSizeAreOne(Faulty):
-    """A group is looked up by its size: a later one of as many ranks is taken for the first."""
+    """A group is looked up by its size, so a later group of the same size is taken for the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class _Drifting(FaultyGroup):
     **of("send_recv", layouts="dense"),
 )
 class TagsDrift(Faulty):
-    """A rank counts the messages of all groups together, and tags them by that count."""
+    """A rank tags messages by one count over all groups."""
 
     group_kind = _Drifting
 

@@ -1,4 +1,4 @@
-"""Faults of loading: what was saved comes to the wrong place, to some ranks only, or not at all."""
+"""Faults of loading: saved state goes to the wrong place, to some ranks only, or nowhere."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LARGER = CheckpointPlan(save_at=2, into={"mesh": {"shard": 3}})
 
 @mutant("loads_no_counters", says="step counters were not loaded: they count from 0, not from 2")
 class NoCounters(ReferenceDDP):
-    """Moments are loaded, and Adam's counter starts again."""
+    """Moments are loaded, but Adam's step counter starts again."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         extra = super().load(path)
@@ -59,7 +59,7 @@ class NoCounters(ReferenceDDP):
     zoo=("K02",),
 )
 class ExchangedMoments(Checkpoint):
-    """The two moments of Adam are read for each other."""
+    """The two moments of Adam are exchanged on loading."""
 
     def entries(self, name: Name, replica: int = 0) -> list[Entry]:
         kind, own = name
@@ -73,7 +73,7 @@ class ExchangedMoments(Checkpoint):
     says="parameters were not loaded on replica 1 only: they are as the fresh system was set up",
 )
 class OnRank0Only(Loading):
-    """Ranks other than 0 read the checkpoint and keep what they have."""
+    """Ranks other than 0 read the checkpoint but keep their own state."""
 
     def fill(self) -> None:
         if self.rank == 0:
@@ -87,7 +87,7 @@ class OnRank0Only(Loading):
     workload=gpt("tied"),
 )
 class TieTwice(ReferenceDDP):
-    """Every name gets a parameter of its own, also those of a tied one."""
+    """Every name gets a parameter of its own, so a tied parameter is split."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         extra = super().load(path)
@@ -107,7 +107,7 @@ class TieTwice(ReferenceDDP):
     backend="gloo",
 )
 class DrawsAfterLoad(ReferenceDDP):
-    """Something draws a number between the load and the first step."""
+    """A random number is drawn between the load and the first step."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         extra = super().load(path)
@@ -137,7 +137,7 @@ class NoLossScale(ReferenceDDP):
     options={"compress": {"method": "topk", "density": 0.25}},
 )
 class NoResiduals(ReferenceDDP):
-    """What compression has left out so far is forgotten."""
+    """The residuals of compression are not loaded."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         extra = super().load(path)
@@ -155,7 +155,7 @@ class NoResiduals(ReferenceDDP):
     precision={"parameters": "bfloat16"},
 )
 class MastersFromParameters(ReferenceZero1):
-    """Masters start again from the rounded parameters that were loaded."""
+    """Masters start again from the rounded parameters of the checkpoint."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         extra = super().load(path)
@@ -173,7 +173,7 @@ class MastersFromParameters(ReferenceZero1):
     workload=WorkloadSpec("digits_cnn", global_batch=12, params={"layers": 1}),
 )
 class BuffersOfRank0(Checkpoint):
-    """Copies are taken for equal, and buffers of ranks are not."""
+    """Buffers of rank 0 are loaded on every rank, although they differ by rank."""
 
     def entries(self, name: Name, replica: int = 0) -> list[Entry]:
         return super().entries(name, 0)
@@ -188,7 +188,7 @@ class BuffersOfRank0(Checkpoint):
     checkpoint=LARGER,
 )
 class ShiftedParts(Checkpoint):
-    """What lies in two files is read from places that count padding."""
+    """A tensor that spans two files is read at offsets that count padding."""
 
     def fill(self, target: Tensor, reads: Sequence[Read]) -> None:
         super().fill(target, reads)
@@ -203,7 +203,7 @@ class ShiftedParts(Checkpoint):
     mesh={"tensor": 2},
 )
 class FusedRowsInOrder(ReferenceTensor):
-    """Of a fused projection each rank takes the next rows, not its rows of each part."""
+    """Each rank reads consecutive rows of a fused projection, not its rows of each part."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         extra = super().load(path)
@@ -223,7 +223,7 @@ class FusedRowsInOrder(ReferenceTensor):
 
 @mutant("loads_parameters_only", says="optimizer state was not loaded: there is none", zoo=("K16",))
 class ParametersOnly(ReferenceDDP):
-    """The optimizer is made anew after the load."""
+    """The optimizer is rebuilt after the load."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         extra = super().load(path)
@@ -233,7 +233,7 @@ class ParametersOnly(ReferenceDDP):
 
 @mutant("loads_and_begins_again", says="progress was not loaded: rank 0 would go on from step 0")
 class BeginsAgain(ReferenceDDP):
-    """All is loaded, and steps are counted from the first one again."""
+    """All state is loaded, but steps are counted from the first one again."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         extra = super().load(path)
@@ -247,7 +247,7 @@ class BeginsAgain(ReferenceDDP):
     steps=4,
 )
 class TheOldest(Loading):
-    """Checkpoints are sorted, and the first is taken."""
+    """The oldest checkpoint is loaded, because the list is sorted in ascending order."""
 
     def find(self) -> str:
         return min(one.path.name for one in folders(self.path) if one.is_committed)
@@ -259,7 +259,7 @@ class TheOldest(Loading):
     backend="gloo",
 )
 class NoGenerators(Loading):
-    """Generators are left as they are."""
+    """Random generators are not restored."""
 
     def fill(self) -> None:
         self.wants["rng"] = []
@@ -272,7 +272,7 @@ class NoGenerators(Loading):
     workload=WorkloadSpec("digits_cnn", global_batch=12, params={"layers": 1}),
 )
 class NoBuffers(Loading):
-    """Buffers are left as they are."""
+    """Buffers are not restored."""
 
     def fill(self) -> None:
         self.wants["buffers"] = []
@@ -289,7 +289,7 @@ class NoBuffers(Loading):
     precision={"parameters": "bfloat16"},
 )
 class MastersOnly(Loading):
-    """Masters are loaded, and the parameters that are computed with follow at the next update."""
+    """Only masters are loaded; working parameters follow at the next update."""
 
     def fill(self) -> None:
         held = [(one.target, one.target.clone()) for one in self.wants["parameters"]]
@@ -303,7 +303,7 @@ class MastersOnly(Loading):
     says="optimizer state was not loaded: .* elements of .* are others",
 )
 class RoundedMoments(Loading):
-    """Moments go through float32 on their way into the system."""
+    """Moments are rounded to float32 on loading."""
 
     def fill(self) -> None:
         super().fill()
@@ -316,7 +316,7 @@ class RoundedMoments(Loading):
     says="parameters were not loaded: .* elements of .* are others",
 )
 class Transposed(Loading):
-    """Square matrices are read as the other of two conventions has them."""
+    """Square matrices are loaded transposed."""
 
     def fill(self) -> None:
         super().fill()
@@ -334,7 +334,7 @@ class Transposed(Loading):
     steps=4,
 )
 class NoGrowth(ReferenceDDP):
-    """The loss scale is loaded, and the steps since it grew last are not."""
+    """The loss scale is loaded, but not the number of steps since it last grew."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         extra = super().load(path)
@@ -351,7 +351,7 @@ class NoGrowth(ReferenceDDP):
     mesh=SHARDED,
 )
 class ThePartOfAnotherRank(Checkpoint):
-    """Ranks are counted from the other end than by who saved."""
+    """A rank reads the part of the rank at the opposite end."""
 
     def plan(self, wanted: Place, name: Name, replica: int = 0) -> list[Read]:
         if wanted.flat_range is not None:
@@ -369,7 +369,7 @@ class ThePartOfAnotherRank(Checkpoint):
     steps=5,
 )
 class CountOfItsOwn(ReferenceDDP):
-    """A run that goes back counts on the steps that it has made since its loss scale grew."""
+    """A run that returns to a checkpoint keeps its own count of steps since the loss scale grew."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         assert self.scaler is not None
@@ -385,7 +385,7 @@ class CountOfItsOwn(ReferenceDDP):
     options={"compress": {"method": "topk", "density": 0.25}},
 )
 class ResidualsBesideItsOwn(ReferenceDDP):
-    """What compression keeps is added to what a run has that goes back."""
+    """Loaded residuals are added to those that the restoring run already has."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         own = {piece.name: piece.tensor.clone() for piece in self.reducer.pieces()}
@@ -405,7 +405,7 @@ class ResidualsBesideItsOwn(ReferenceDDP):
     weighed=True,
 )
 class SlotsOnTheDevice(Loading):
-    """Slots that a load makes do not lie where those of the optimizer's first step do."""
+    """Optimizer slots created by a load lie in another memory than those created by a first step."""
 
     def plan(self) -> None:
         host, self.system.host = self.system.host, None
@@ -421,7 +421,7 @@ class SlotsOnTheDevice(Loading):
     weighed=True,
 )
 class KeepsACopy(ReferenceZero3):
-    """What was read stays in memory beside what it was copied into."""
+    """The loaded tensors stay in memory after they were copied into the system."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         extra = super().load(path)
@@ -434,7 +434,7 @@ class KeepsACopy(ReferenceZero3):
     says="after the load, traffic: step 2, axis replicate, broadcast: ",
 )
 class BroadcastsEverAfter(ReferenceDDP):
-    """The note that a load has still to be told to all ranks is never taken down."""
+    """The flag for broadcasting after a load is never cleared."""
 
     def step(self, batch: Batch, observe: Callable[[Point], None]) -> StepResult:
         if self.loaded is not None:
@@ -450,7 +450,7 @@ class BroadcastsEverAfter(ReferenceDDP):
     steps=4,
 )
 class WarmsUpAgain(ReferenceDDP):
-    """After a load the warm-up of the learning rate starts from step 0."""
+    """After a load, the warm-up of the learning rate starts from step 0."""
 
     since = 0
 

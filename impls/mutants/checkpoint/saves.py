@@ -1,5 +1,5 @@
-"""Faults of saving: what is written is another rank's, of another step, or of nobody who trains;
-or writing changes the run.
+"""Faults of saving: state of another rank, another step or an unused object is written, or the save
+changes the run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHARDED: Mapping[str, int] = {"shard": 2}
 
 @mutant("saves_fresh_optimizer", says="optimizer state was not loaded: there is none", zoo=("K16",))
 class FreshOptimizer(ReferenceDDP):
-    """What is saved is the state of an optimizer that was made for saving."""
+    """The saved state is that of an optimizer created for the save."""
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
         trained, self.optimizer = self.optimizer, self.make_optimizer()
@@ -65,7 +65,7 @@ class FreshOptimizer(ReferenceDDP):
     parent=ReferenceZero1,
 )
 class RngOfRank0(Sharded):
-    """Generators are taken for replicas, so that rank 0's is saved for all."""
+    """Generators are treated as replicas, so rank 0's is saved for all ranks."""
 
     def save(self, state: State) -> Path:
         first = self.together.all(lambda: [piece.tensor for piece in state.pieces["rng"]])[0]
@@ -75,7 +75,7 @@ class RngOfRank0(Sharded):
 
 
 class LateDisk(FileLayer):
-    """Makes no file before training waits for it."""
+    """A slow file layer that creates no file until training waits for it."""
 
     def __init__(self) -> None:
         self.awaited = threading.Event()
@@ -87,7 +87,7 @@ class LateDisk(FileLayer):
 
 
 class WritesLate(AsynchronousSharded):
-    """Sound: a disk that is slower than training, every time."""
+    """A correct saver on a disk that is always slower than training."""
 
     layer_type = LateDisk
 
@@ -108,7 +108,7 @@ class WritesLate(AsynchronousSharded):
     steps=4,
 )
 class LiveTensors(WritesLate):
-    """The writer behind training's back is given the tensors that are trained."""
+    """The background writer gets the live tensors instead of copies."""
 
     def room(self, tensors: Sequence[Held]) -> list[Held]:
         super().room(tensors)
@@ -120,7 +120,7 @@ class LiveTensors(WritesLate):
 
 @mutant("saves_by_drawing", says=r"saving changes .*the RNG \(torch\)", backend="gloo")
 class Draws(Sharded):
-    """A name for the save is drawn from the generator that training draws from."""
+    """The save draws a name from the generator that training uses."""
 
     def save(self, state: State) -> Path:
         torch.randint(1 << 30, ())
@@ -129,7 +129,7 @@ class Draws(Sharded):
 
 @mutant("saves_and_zeroes", says="saving changes the run that saves", zoo=("K20",), options=FULL)
 class ZeroesWhatIsWritten(Full):
-    """Placeholders of what has been written stand in the system's own tensors."""
+    """Written tensors are replaced by placeholders in the system itself."""
 
     def save(self, state: State) -> Path:
         folder = super().save(state)
@@ -146,7 +146,7 @@ class ZeroesWhatIsWritten(Full):
     steps=4,
 )
 class KeepsOneMore(Sharded):
-    """Old checkpoints are counted without the new one."""
+    """The limit on old checkpoints does not count the new one."""
 
     def commit(self, agreed: Agreed, about: About, listed: Sequence[Listed | None]) -> None:
         self.keep += 1
@@ -162,7 +162,7 @@ class KeepsOneMore(Sharded):
     steps=5,
 )
 class KeepsTwo(Sharded):
-    """As many stay as by default, whatever is asked."""
+    """Two checkpoints are kept, whatever the option ``keep`` says."""
 
     def commit(self, agreed: Agreed, about: About, listed: Sequence[Listed | None]) -> None:
         asked, self.keep = self.keep, 2
@@ -177,7 +177,7 @@ class KeepsTwo(Sharded):
     steps=4,
 )
 class KeepsTheOldest(Sharded):
-    """What is removed is the newest checkpoint, as soon as there is an older one."""
+    """The newest checkpoint is removed once an older one exists."""
 
     def commit(self, agreed: Agreed, about: About, listed: Sequence[Listed | None]) -> None:
         super().commit(agreed, about, listed)
@@ -193,7 +193,7 @@ class KeepsTheOldest(Sharded):
     parent=ReferenceZero1,
 )
 class OnlyRank0sMoments(Sharded):
-    """Ranks other than 0 write zeros for the optimizer state that they alone hold."""
+    """Ranks other than 0 write zeros for the optimizer state that only they hold."""
 
     def save(self, state: State) -> Path:
         if self.rank:
@@ -213,7 +213,7 @@ def _changed(state: State, kind: str, pieces: Sequence[Piece]) -> State:
 
 @mutant("saves_no_counters", says="step counters were not loaded: they count from 0, not from 2")
 class NoCounters(Contents):
-    """Adam's counters are saved as they were before the first step."""
+    """Adam's counters are saved with their values from before the first step."""
 
     def state(self, extra: Mapping[str, Any]) -> State:
         state = super().state(extra)
@@ -226,7 +226,7 @@ class NoCounters(Contents):
 
 @mutant("saves_rounded", says="parameters were not loaded: .* elements of .* are others")
 class Rounded(Contents):
-    """Parameters go through float32, to save room."""
+    """Parameters are rounded to float32 on saving."""
 
     def state(self, extra: Mapping[str, Any]) -> State:
         state = super().state(extra)
@@ -243,7 +243,7 @@ class Rounded(Contents):
     zoo=("K11",),
 )
 class TheNextStep(ReferenceDDP):
-    """The step is asked for when the save ends, and training has gone on since."""
+    """The step number is read when the save ends, after training has moved on."""
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
         data = extra["data"]
@@ -252,7 +252,7 @@ class TheNextStep(ReferenceDDP):
 
 @mutant("saves_a_part_of_extra", says="extra was not loaded on rank 0: 'odd' is None")
 class APartOfExtra(ReferenceDDP):
-    """Of what the caller gives, only progress is saved."""
+    """Only progress is saved of the extra state that the caller passes."""
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
         return super().save(path, {"data": extra["data"]})
@@ -266,7 +266,7 @@ class APartOfExtra(ReferenceDDP):
     steps=4,
 )
 class FirstCopiesAgain(AsynchronousSharded):
-    """The memory of the copy before is used again, and not filled."""
+    """The buffer of the previous copy is reused without being filled."""
 
     first = True
 
@@ -277,7 +277,7 @@ class FirstCopiesAgain(AsynchronousSharded):
 
 
 class CopiesWhenAsked(AsynchronousSharded):
-    """Sound: what an update changes is copied when one asks, or whoever waits for the save."""
+    """A correct saver that copies when asked to, before an update or when the save is awaited."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -305,7 +305,7 @@ class CopiesWhenAsked(AsynchronousSharded):
     steps=4,
 )
 class TornByAnUpdate(CopiesWhenAsked):
-    """An update does not wait for the copy of what it changes."""
+    """An update does not wait until its tensors have been copied."""
 
     def before_update(self) -> None:
         pass
@@ -318,7 +318,7 @@ class TornByAnUpdate(CopiesWhenAsked):
     steps=4,
 )
 class Once(Sharded):
-    """A folder that has a checkpoint is taken for saved."""
+    """A save into a folder that already has a checkpoint does nothing."""
 
     saved: Path | None = None
 
@@ -336,7 +336,7 @@ class Once(Sharded):
     steps=4,
 )
 class KeepsOne(Sharded):
-    """The new checkpoint counts twice, so that the one before goes."""
+    """The new checkpoint is counted twice, so the previous one is removed."""
 
     def commit(self, agreed: Agreed, about: About, listed: Sequence[Listed | None]) -> None:
         self.keep -= 1
@@ -349,7 +349,7 @@ class KeepsOne(Sharded):
     says="saving changes the run that saves",
 )
 class ClearsMoments(ReferenceDDP):
-    """Moments are handed over to the checkpoint, to save memory, and not taken back."""
+    """Moments are moved into the checkpoint and not taken back."""
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
         saver = super().save(path, extra)
@@ -364,7 +364,7 @@ class ClearsMoments(ReferenceDDP):
     workload=WorkloadSpec("digits_cnn", global_batch=12, params={"layers": 1}),
 )
 class InEvaluation(ReferenceDDP):
-    """The model is set to evaluation for the save, and stays there."""
+    """The model is set to evaluation mode for the save and stays there."""
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
         self.module.eval()
@@ -380,7 +380,7 @@ class InEvaluation(ReferenceDDP):
     workload=WorkloadSpec("digits_cnn", global_batch=12, params={"layers": 1}),
 )
 class BuffersOfRank0(Sharded):
-    """Buffers are taken for copies, so that rank 0's are saved for all."""
+    """Buffers are treated as replicas, so rank 0's are saved for all ranks."""
 
     def save(self, state: State) -> Path:
         first = self.together.all(lambda: [one.tensor.clone() for one in state.pieces["buffers"]])
@@ -398,7 +398,7 @@ class BuffersOfRank0(Sharded):
     precision={"parameters": "bfloat16"},
 )
 class MastersRounded(Contents):
-    """Masters are saved as the parameters that are computed with."""
+    """Masters are saved rounded to the working dtype."""
 
     def state(self, extra: Mapping[str, Any]) -> State:
         state = super().state(extra)
@@ -422,7 +422,7 @@ AGAIN = CheckpointPlan(save_at=1, again_at=2)
     checkpoint=AGAIN,
 )
 class ProgressOfTheLoad(ReferenceDDP):
-    """What a load returned stands before what the caller gives in every save that follows."""
+    """Every later save writes the progress returned by the load instead of the caller's."""
 
     returned: Mapping[str, Any] = {}
 
@@ -440,7 +440,7 @@ class ProgressOfTheLoad(ReferenceDDP):
     checkpoint=AGAIN,
 )
 class CountersSinceTheLoad(Contents):
-    """Steps are counted from the load on, in what is saved."""
+    """The saved step count starts at the load."""
 
     def state(self, extra: Mapping[str, Any]) -> State:
         state, loaded = super().state(extra), self.system.loaded
@@ -458,7 +458,7 @@ class CountersSinceTheLoad(Contents):
     checkpoint=CheckpointPlan(save_at=2, again_at=2),
 )
 class FirstStateRightAfterALoad(Contents):
-    """Who has made no step itself is taken for one that has no state yet, and saves the first."""
+    """A run that has made no step since its load saves the initial state."""
 
     def state(self, extra: Mapping[str, Any]) -> State:
         state, loaded = super().state(extra), self.system.loaded
@@ -478,7 +478,7 @@ class FirstStateRightAfterALoad(Contents):
     workload=gpt("frozen"),
 )
 class StateOfTheNextParameter(Contents):
-    """Optimizer state is named by a number over all parameters, and frozen ones have none."""
+    """Optimizer state is numbered over all parameters, although frozen ones have none."""
 
     def state(self, extra: Mapping[str, Any]) -> State:
         state = super().state(extra)
@@ -495,7 +495,7 @@ class StateOfTheNextParameter(Contents):
 
 
 class _DueAtUpdate(AsynchronousSharded):
-    """``is_due`` is set right before the update that follows a save, or where it is awaited."""
+    """Set ``is_due`` right before the update after a save, or when the save is awaited."""
 
     def save(self, state: State) -> Path:
         self.is_due = threading.Event()
@@ -521,7 +521,7 @@ class _DueAtUpdate(AsynchronousSharded):
     steps=4,
 )
 class LiveBuffers(_DueAtUpdate):
-    """Buffers are copied right before the update, with the parameters: forward has moved them."""
+    """Buffers are copied right before the update, after the forward has already changed them."""
 
     @torch.no_grad()
     def fill(self, copies: Sequence[Held], tensors: Sequence[Held], later: bool) -> None:

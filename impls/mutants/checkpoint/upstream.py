@@ -1,4 +1,4 @@
-"""Faults around upstream checkpoints: what torch was given, or gave back, is not passed on."""
+"""Faults around upstream checkpoints: state given to torch or returned by it is not passed on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEWER_KEYS: Mapping[str, Any] = {"layers": 1, "width": 16, "seq": 8, "heads": 4,
     "torch_saves_no_optimizer", says="optimizer state was not loaded", zoo=("K16",), options=FULL
 )
 class NoOptimizer(Full):
-    """Only the model's state is given to torch."""
+    """Only the model's state is passed to torch."""
 
     def put(self, training: Training, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         set_model_state_dict(training.modules[0], model)
@@ -42,7 +42,7 @@ class NoOptimizer(Full):
 
 @mutant("torch_loads_no_generators", says=r"the RNG of rank 0 \(torch\) was not loaded")
 class NoGenerators(State):
-    """Generators are saved and not set."""
+    """Generators are saved but not restored."""
 
     def put(self) -> Mapping[str, Any]:
         self.tree["rng"] = {}
@@ -51,7 +51,7 @@ class NoGenerators(State):
 
 @mutant("torch_saves_rounded", says="parameters were not loaded: .* elements of .* are others")
 class Rounded(State):
-    """Tensors are given to torch in float32, and cast without a word on loading."""
+    """Tensors are passed to torch in float32 and cast back silently on loading."""
 
     def _as_saved(self, name: str, value: Any) -> Any:
         kept = super()._as_saved(name, value)
@@ -69,7 +69,7 @@ class Rounded(State):
     checkpoint=CheckpointPlan(save_at=2, into={"mesh": {"tensor": 1}}),
 )
 class FusedRowsInThirds(PyTorchTensorParallel):
-    """Rows of fused projections are put in order as if keys and values had as many as queries."""
+    """Rows of fused projections are reordered as if keys and values had as many heads as queries."""
 
     def row_orders(self) -> Mapping[str, Sequence[int]]:
         ranks = self.mesh.size("tensor")

@@ -1,4 +1,4 @@
-"""Faults of casts: dtypes, and who adds in which."""
+"""Faults of casts: the dtype of messages and the dtype of sums."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ToAnotherDtype(Cast):
     mesh={"replicate": 3},
 )
 class AddsInFp16(Cast):
-    """Values are added in the dtype that they are sent in: every addition rounds."""
+    """Values are added in the dtype of the message, so every addition rounds."""
 
     def start(self, bucket: Bucket, comm: Comm) -> Work:
         values = self.rounded(bucket)
@@ -45,7 +45,7 @@ class AddsInFp16(Cast):
 
 @mutant("cast_sends_wide", says="all_reduce: .* no such call is promised", killed_by=("traffic",))
 class SendsWide(Cast):
-    """Values are rounded, and sent in the dtype that they had."""
+    """Values are rounded but sent in their original dtype."""
 
     def start(self, bucket: Bucket, comm: Comm) -> Work:
         bucket.flat.copy_(self.rounded(bucket))
@@ -55,7 +55,7 @@ class SendsWide(Cast):
 
 @mutant("cast_divides_by_ranks", says="too small")
 class DividesByRanks(Cast):
-    """As torch's hook does it, where nobody multiplies again."""
+    """The sum is divided by the ranks, as torch's hook does it, but never multiplied back."""
 
     def rounded(self, bucket: Bucket) -> Tensor:
         bucket.flat.div_(self.ranks)

@@ -29,8 +29,7 @@ mutant = declare.family(ReferenceDDP, ReferenceZero2, options=sent_by(TOPK), **B
 
 @mutant("feedback_keyed_by_memory", says="residual@0' at step 1", zoo=("G01",))
 class KeyedByMemory(Feedback):
-    """Residuals are found by the tensor that they came from, which is another one once buckets have
-    been laid out anew."""
+    """Residuals are keyed by their source tensor, which changes when buckets are rebuilt."""
 
     def __init__(self, place: int, ranks: int) -> None:
         super().__init__(place, ranks)
@@ -47,7 +46,7 @@ class KeyedByMemory(Feedback):
 
 @mutant("feedback_zeroed_on_rebuild", says="residual@0' at step 1", zoo=("G02",))
 class ZeroedOnRebuild(Feedback):
-    """Where a bucket has other members than before, its residuals start again from zero."""
+    """A bucket with new members starts with zero residuals."""
 
     def __init__(self, place: int, ranks: int) -> None:
         super().__init__(place, ranks)
@@ -63,7 +62,7 @@ class ZeroedOnRebuild(Feedback):
 
 @mutant("feedback_dropped", says="residual@0' at step 1")
 class Dropped(Feedback):
-    """What was not sent is kept, and never added to anything."""
+    """Residuals are kept but never added to a gradient."""
 
     def add_to(self, bucket: Bucket) -> None:
         pass
@@ -71,7 +70,7 @@ class Dropped(Feedback):
 
 @mutant("feedback_applied_twice", says="residual@0' at step 1")
 class AppliedTwice(Feedback):
-    """What was not sent is added to the next gradient twice."""
+    """Residuals are added to the next gradient twice."""
 
     def add_to(self, bucket: Bucket) -> None:
         super().add_to(bucket)
@@ -85,8 +84,7 @@ class AppliedTwice(Feedback):
     options=sent_by({**TOPK, "density": 0.5}),
 )
 class Averaged(TopK):
-    """A residual is what the mean of all ranks lacks, not what this rank did not send: together
-    they lack nothing, so the sum over ranks of what is lost stays right."""
+    """Each rank keeps the global residual instead of its own; the sum over ranks stays right."""
 
     def start(self, bucket: Bucket, comm: Comm) -> Work:
         wanted, work = bucket.flat.clone(), super().start(bucket, comm)
@@ -106,7 +104,9 @@ class Averaged(TopK):
     options=sent_by(POWERSGD),
 )
 class AveragedPowerSGD(PowerSGD):
-    """As feedback_averaged. Low rank is linear in the sum, so all that is applied is right."""
+    """As feedback_averaged, for PowerSGD: the applied gradients stay right, because low rank is
+    linear in the sum.
+    """
 
     def start(self, bucket: Bucket, comm: Comm) -> Work:
         wanted, work = bucket.flat.clone(), super().start(bucket, comm)
@@ -121,7 +121,7 @@ class AveragedPowerSGD(PowerSGD):
 
 @mutant("feedback_keeps_what_was_sent", says="what was sent is still in what is kept")
 class KeepsWhatWasSent(Feedback):
-    """Residuals are whole gradients: what was sent is not taken out of them."""
+    """Residuals are whole gradients: the sent part is not subtracted."""
 
     def add_to(self, bucket: Bucket) -> None:
         super().add_to(bucket)
@@ -133,7 +133,7 @@ class KeepsWhatWasSent(Feedback):
 
 @mutant("feedback_fades", says="what is kept is 0.9 times")
 class Fades(Feedback):
-    """A tenth of what is not sent is forgotten in every step."""
+    """A tenth of each residual is lost in every step."""
 
     def keep(self, part: Part, left: Tensor) -> None:
         super().keep(part, left * 0.9)
@@ -141,7 +141,7 @@ class Fades(Feedback):
 
 @mutant("feedback_kept_in_fp16", says="residual@0' at step 0", options=sent_by(FP16))
 class KeptInFp16(Feedback):
-    """Residuals are kept in the dtype that values are sent in, and so lose most of themselves."""
+    """Residuals are kept in the dtype of the message, which rounds most of them away."""
 
     def keep(self, part: Part, left: Tensor) -> None:
         super().keep(part, left.to(torch.float16).to(left.dtype))
@@ -155,7 +155,7 @@ class KeptInFp16(Feedback):
     steps=4,
 )
 class NotSaved(Feedback):
-    """Training goes on from saved state without residuals."""
+    """Training resumes from a saved state without residuals."""
 
     def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
         return [piece for piece in pieces if ".residual@" not in piece.name]
@@ -169,7 +169,7 @@ class NotSaved(Feedback):
     mesh={"shard": 2},
 )
 class FirstRoundOnly(Feedback):
-    """Once a step, although every micro-batch is reduced: later ones leave their residuals out."""
+    """Residuals are added to the first micro-batch only, although every micro-batch is reduced."""
 
     def __init__(self, place: int, ranks: int) -> None:
         super().__init__(place, ranks)
@@ -188,7 +188,7 @@ class FirstRoundOnly(Feedback):
     workload=gpt("conditional_early_step"),
 )
 class LostWhileUnused(Feedback):
-    """A rank that has no gradient of a parameter sends nothing of it, and forgets what it kept."""
+    """A rank without a gradient of a parameter sends nothing for it and drops its residual."""
 
     def add_to(self, bucket: Bucket) -> None:
         for name, view in bucket.views().items():

@@ -1,4 +1,4 @@
-"""Faults of PowerSGD: bases, and where they start from."""
+"""Faults of PowerSGD: its bases and their initial values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ mutant = declare.family(
 
 @mutant("powersgd_not_orthonormal", says="residual@0' at step 0")
 class NotOrthonormal(PowerSGD):
-    """Columns of P stay as they were summed: P Q^T is not a projection."""
+    """Columns of P are not orthonormalized, so P Q^T is not a projection."""
 
     def orthonormal(self, p: Tensor) -> Tensor:
         return p
@@ -28,7 +28,7 @@ class NotOrthonormal(PowerSGD):
 
 @mutant("powersgd_only_normed", says="residual@0' at step 0")
 class OnlyNormed(PowerSGD):
-    """Columns of P are normed, but not made orthogonal to each other."""
+    """Columns of P are normalized but not made orthogonal to each other."""
 
     def orthonormal(self, p: Tensor) -> Tensor:
         return p / p.norm(dim=0)
@@ -36,7 +36,7 @@ class OnlyNormed(PowerSGD):
 
 @mutant("powersgd_starts_cold", says="no rank holds .*factor@0")
 class StartsCold(PowerSGD):
-    """Q is drawn anew in every step: directions never get better."""
+    """Q is redrawn in every step, so directions never improve."""
 
     def remember(self, part: Part, q: Tensor) -> None:
         pass
@@ -47,7 +47,7 @@ class StartsCold(PowerSGD):
     says="residual@0' at step 0",
 )
 class FactorByRank(PowerSGD):
-    """Each rank begins with directions of its own, whose products mean nothing together."""
+    """Each rank starts with its own directions, so the products cannot be summed."""
 
     def factor(self, part: Part, size: int, like: Tensor) -> Tensor:
         first = super().factor(part, size, like)
@@ -59,7 +59,7 @@ class FactorByRank(PowerSGD):
     says="as rounding to float32",
 )
 class InFp32(PowerSGD):
-    """The basis is computed in fp32, whatever gradients are summed in."""
+    """The basis is computed in fp32, whatever the dtype of the gradients."""
 
     def orthonormal(self, p: Tensor) -> Tensor:
         return super().orthonormal(p.float()).to(p.dtype)

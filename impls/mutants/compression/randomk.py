@@ -1,4 +1,4 @@
-"""Faults of random-k: masks, and what makes up for them."""
+"""Faults of random-k: its masks, and the factor that corrects them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ mutant = declare.family(ReferenceDDP, options=sent_by(RANDOMK), killed_by=("equi
     "randomk_mask_by_rank", says="replicas 0 and 1 differ", killed_by=("equivalence", "replicas")
 )
 class MaskByRank(RandomK):
-    """Each rank draws a mask of its own: values of different elements are added up."""
+    """Each rank draws its own mask, so values of different elements are summed."""
 
     def draw(self, part: Part, step: int) -> Tensor:
         density = self.chosen.density
@@ -31,7 +31,7 @@ class MaskByRank(RandomK):
 
 @mutant("randomk_mask_for_good", says="other elements are sent.*at step 1")
 class MaskForGood(RandomK):
-    """The seed does not depend on the step: most elements are never sent."""
+    """The seed does not depend on the step, so most elements are never sent."""
 
     def draw(self, part: Part, step: int) -> Tensor:
         return super().draw(part, 0)
@@ -39,7 +39,7 @@ class MaskForGood(RandomK):
 
 @mutant("randomk_not_made_up", says="4 times too small")
 class NotMadeUp(RandomK):
-    """Without the factor n/k a sum of masked gradients is on average too small."""
+    """The factor n/k is missing, so the sum of masked gradients is too small on average."""
 
     def factor(self, numel: int, number: int) -> float:
         return 1.0
@@ -52,7 +52,7 @@ class NotMadeUp(RandomK):
     options=sent_by({**RANDOMK, "feedback": True}),
 )
 class MadeUpTwice(RandomK):
-    """What is not sent now comes later, and is made up for by n/k as well."""
+    """Unsent elements are corrected twice: by the factor n/k and by error feedback."""
 
     def factor(self, numel: int, number: int) -> float:
         return numel / number

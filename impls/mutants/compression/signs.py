@@ -1,4 +1,4 @@
-"""Faults of signs: votes, magnitudes, and what servers lose."""
+"""Faults of sign compression: votes, magnitudes and server residuals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ mutant = declare.family(ReferenceDDP, options=sent_by(SIGN), killed_by=("equival
 
 @mutant("sign_ties_lose", says="signs are turned round")
 class TiesLose(Sign):
-    """A tie is minus."""
+    """A tied vote counts as minus."""
 
     def serve(self, one: Served, signs: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         _, size = super().serve(one, signs, sizes)
@@ -37,7 +37,7 @@ class TiesLose(Sign):
 
 @mutant("sign_one_rank_decides", says="signs are turned round", mesh={"replicate": 3})
 class OneRankDecides(Sign):
-    """The first rank's vote is taken for the majority's."""
+    """The first rank's signs are taken for the majority."""
 
     def serve(self, one: Served, signs: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         _, size = super().serve(one, signs, sizes)
@@ -46,7 +46,7 @@ class OneRankDecides(Sign):
 
 @mutant("sign_of_one_magnitude", says="2 times too small")
 class OfOneMagnitude(Sign):
-    """Votes are multiplied by the mean magnitude of the ranks, where their sum belongs."""
+    """Votes are multiplied by the mean magnitude of the ranks instead of the sum."""
 
     def serve(self, one: Served, signs: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         plus, size = super().serve(one, signs, sizes)
@@ -60,7 +60,7 @@ class OfOneMagnitude(Sign):
     options=sent_by(ONEBIT),
 )
 class MagnitudeIsTheMean(OneBit):
-    """Signs are multiplied by the mean magnitude, not by norm over root of n."""
+    """Signs are multiplied by the mean magnitude instead of norm over root of n."""
 
     def magnitude(self, values: Tensor) -> Tensor:
         return values.abs().mean()
@@ -68,7 +68,7 @@ class MagnitudeIsTheMean(OneBit):
 
 @mutant("server_error_dropped", says="server_residual@all' at step 1", **SERVERS)
 class ServerErrorDropped(OneBit):
-    """What the second compression loses is kept, and never added to anything."""
+    """The residual of the second compression is kept but never added."""
 
     def add_lost(self, name: str, total: Tensor) -> None:
         pass
@@ -76,7 +76,7 @@ class ServerErrorDropped(OneBit):
 
 @mutant("server_error_of_another", says="server_residual@all' at step 1", **SERVERS)
 class ServerErrorOfAnother(OneBit):
-    """Server residuals of two parameters of one size are exchanged."""
+    """Server residuals of two parameters of equal size are exchanged."""
 
     def add_lost(self, name: str, total: Tensor) -> None:
         alike = [n for n, piece in self.served.items() if piece.tensor.shape == total.shape]
@@ -87,7 +87,7 @@ class ServerErrorOfAnother(OneBit):
     "server_error_not_taken_out", says="server_residual@all' at step 0", options=sent_by(ONEBIT)
 )
 class ServerErrorNotTakenOut(OneBit):
-    """The server keeps all of its sum, what it sends back included."""
+    """The server keeps its whole sum, including the part that it sends back."""
 
     def add_lost(self, name: str, total: Tensor) -> None:
         super().add_lost(name, total)

@@ -1,4 +1,4 @@
-"""Faults of top-k, and of what strategies do with a compressed sum."""
+"""Faults of top-k, and of how strategies use a compressed sum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ mutant = declare.family(
 
 @mutant("topk_by_value", says="other elements are sent", zoo=("G17",))
 class ByValue(TopK):
-    """The largest values are sent, so large negative ones never are."""
+    """The largest signed values are sent, so large negative values never are."""
 
     def choose(self, values: Tensor, number: int) -> Tensor:
         return values.topk(number, sorted=False).indices
@@ -35,7 +35,7 @@ class ByValue(TopK):
 
 @mutant("topk_of_the_smallest", says="other elements are sent")
 class OfTheSmallest(TopK):
-    """The smallest elements are sent: each is right, and nothing is trained."""
+    """The smallest elements are sent: each value is right, but nothing is trained."""
 
     def choose(self, values: Tensor, number: int) -> Tensor:
         return values.abs().topk(number, largest=False, sorted=False).indices
@@ -43,7 +43,7 @@ class OfTheSmallest(TopK):
 
 @mutant("topk_index_base", says="other elements are sent")
 class IndexBase(TopK):
-    """Indices count from the beginning of their parameter, and are used as places in the bucket."""
+    """Indices relative to the parameter are used as positions in the bucket."""
 
     def begin(self, part: Part) -> int:
         return 0
@@ -51,7 +51,7 @@ class IndexBase(TopK):
 
 @mutant("topk_without_signs", says="signs are lost")
 class WithoutSigns(TopK):
-    """Magnitudes are chosen, and sent in place of the values."""
+    """The chosen values are sent without their signs."""
 
     def start(self, bucket: Bucket, comm: Comm) -> Work:
         bucket.flat.abs_()
@@ -64,7 +64,7 @@ class WithoutSigns(TopK):
     killed_by=("equivalence", "traffic"),
 )
 class SendsOneLess(TopK):
-    """The share of elements is rounded down where it is to be rounded up."""
+    """The number of elements is rounded down instead of up."""
 
     def choose(self, values: Tensor, number: int) -> Tensor:
         return super().choose(values, max(number - 1, 0))
@@ -72,7 +72,7 @@ class SendsOneLess(TopK):
 
 @mutant("topk_sends_everything", says="no such call is made", killed_by=("traffic",))
 class SendsEverything(TopK):
-    """Zeros are sent as well: the sum is right, and nothing is saved."""
+    """Zeros are sent as well, so the sum is right but no bytes are saved."""
 
     def start(self, bucket: Bucket, comm: Comm) -> Work:
         left, flat = bucket.flat.clone(), bucket.flat
@@ -92,7 +92,7 @@ class SendsEverything(TopK):
     options=sent_by({**TOPK, "density": 0.5}),
 )
 class AddsItsOwnFirst(TopK):
-    """Every rank adds what it sent before what the others sent: last bits differ."""
+    """Every rank adds its own values first, so the last bits differ between ranks."""
 
     def order(self, comm: Comm) -> Iterable[int]:
         return [(comm.rank + away) % comm.size for away in range(comm.size)]
@@ -108,7 +108,7 @@ class AddsItsOwnFirst(TopK):
     mesh={"replicate": 3},
 )
 class HookWithUnevenInputs(DDP):
-    """A rank without data takes part by plain all-reduces, as it would without compression."""
+    """A rank without data makes plain all-reduces, as it would without compression."""
 
     def reduce(self, bucket: GradientBucket) -> Work:
         if self.computed:
@@ -124,7 +124,7 @@ class HookWithUnevenInputs(DDP):
     mesh={"shard": 2},
 )
 class ShardOfAnother(TopK):
-    """Of the whole sum a rank takes the part that is its neighbour's."""
+    """A rank takes its neighbour's part of the whole sum."""
 
     def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
         work = super().reduce_scatter(bucket, comm, shard)

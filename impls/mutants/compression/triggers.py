@@ -1,4 +1,4 @@
-"""What faults of compression are shown with: options, and small buckets that are laid out anew."""
+"""Options under which faults of compression show, and small buckets that are rebuilt."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ PLAIN_FP16: Option = {"method": "cast", "dtype": "float16"}
 
 
 def sent_by(compress: Option) -> Option:
-    """Options of DDP with several buckets, of which the first step's are not the second's."""
+    """Options of DDP with several buckets that are rebuilt after the first step."""
     return {"bucket_bytes": 8 * 1024, "first_bucket_bytes": 2 * 1024, "compress": compress}

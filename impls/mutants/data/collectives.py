@@ -1,4 +1,4 @@
-"""Faults of collectives over send and recv, planted in the strategies that take them by an option.
+"""Faults of collectives over send and recv, planted in strategies that choose them by an option.
 
 All are schedules (``impls/reference/collectives/schedule.py``) with one line wrong.
 """
@@ -37,7 +37,7 @@ BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024, "first_bucket_bytes": 8
 
 
 def summed_by(algorithm: Any) -> Mapping[str, Any]:
-    """Options of the parent."""
+    """The parent's options."""
     return {**BUCKETS, "all_reduce": algorithm}
 
 
@@ -47,7 +47,7 @@ mutant = declare.family(
 
 
 class SumsByRounds(Engine):
-    """Sums by ``rounds`` in place of what the option chooses."""
+    """Sum by ``rounds`` instead of the algorithm that the option chooses."""
 
     def make_reducer(self) -> Reducer:
         reducer = super().make_reducer()
@@ -61,7 +61,7 @@ class SumsByRounds(Engine):
 
 
 class Planted(SumsByRounds, ReferenceDDP):
-    """In buckets."""
+    """The reducer of buckets with the planted rounds."""
 
 
 # ------------------------------------------------------------------------------------------- rings
@@ -69,7 +69,9 @@ class Planted(SumsByRounds, ReferenceDDP):
 
 @mutant("ring_scatters_wrong_chunk", says="chunk of another rank", options=summed_by("ring"))
 class ScattersWrongChunk(Planted):
-    """Chunks travel one place behind: a rank ends with its neighbour's sum, and gathers its own."""
+    """Chunks are shifted by one place: a rank ends with its neighbour's sum but gathers its own
+    chunk.
+    """
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -88,7 +90,7 @@ class ScattersWrongChunk(Planted):
     options=summed_by("ring"),
 )
 class StopsOneRoundEarly(Planted):
-    """The last round of the reduce-scatter is left out: every sum lacks a rank."""
+    """The last round of the reduce-scatter is missing, so every sum lacks one rank."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -104,7 +106,7 @@ class StopsOneRoundEarly(Planted):
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class LosesRemainder(Planted):
-    """Chunks have length // N elements; what remains at the end is summed by nobody."""
+    """Chunks have length // N elements, and the remainder at the end is never summed."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -120,7 +122,7 @@ class LosesRemainder(Planted):
     killed_by=("equivalence", "replicas"),
 )
 class GathersBackwards(Planted):
-    """The rounds of the all-gather come in reverse: chunks are passed on before they are sums."""
+    """The rounds of the all-gather run in reverse, so chunks are passed on before they are summed."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -135,7 +137,7 @@ class GathersBackwards(Planted):
     killed_by=("hang",),
 )
 class SkipsTheGatherOfOne(Planted):
-    """The last rank takes itself to be done after the reduce-scatter; its neighbours wait."""
+    """The last rank stops after the reduce-scatter, and its neighbours wait."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -154,7 +156,7 @@ class SkipsTheGatherOfOne(Planted):
     options=summed_by("recursive_doubling"),
 )
 class LeavesGuestsOut(Planted):
-    """Ranks beyond a power of two get the result, but never give their vector."""
+    """Ranks beyond a power of two get the result but never contribute their vector."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -169,7 +171,7 @@ class LeavesGuestsOut(Planted):
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class ForgetsToUnfold(Planted):
-    """Ranks beyond a power of two give their vector, but never get the result."""
+    """Ranks beyond a power of two contribute their vector but never get the result."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -185,7 +187,7 @@ class ForgetsToUnfold(Planted):
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class MissesLastExchange(Planted):
-    """Six ranks are four inside, but the exchange between the two pairs of pairs never comes."""
+    """Six ranks fold to four, but the exchange between the two pairs of pairs is missing."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -202,7 +204,7 @@ class MissesLastExchange(Planted):
     mesh={"replicate": 4},
 )
 class ReducesWrongHalf(Planted):
-    """While halving a rank keeps the half that its partner is responsible for."""
+    """While halving, a rank keeps the half that belongs to its partner."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -247,7 +249,7 @@ class SendsOnWhatItHad(Planted):
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class RootServesItsChildrenOnly(Planted):
-    """What came from the root is not sent on: the root's children have it, theirs do not."""
+    """Data from the root is not forwarded: its children have it, their children do not."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -263,7 +265,7 @@ class RootServesItsChildrenOnly(Planted):
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class DropsSecondHalf(Planted):
-    """The second tree is never built: half of the vector stays as it was."""
+    """The second tree is never built, so half of the vector stays unchanged."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -278,7 +280,7 @@ class DropsSecondHalf(Planted):
     options=summed_by("double_binary_tree"),
 )
 class ForgetsRightChild(Planted):
-    """What the second child sends replaces what the first one had brought to the sum."""
+    """The second child's data replaces the sum with the first child's data."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -297,7 +299,7 @@ class ForgetsRightChild(Planted):
     killed_by=("traffic",),
 )
 class HasOneTree(SumsByRounds, ReferenceNaiveDDP):
-    """The second tree is the first one again: its inner ranks send for both halves."""
+    """The second tree equals the first, so its inner ranks send for both halves."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -323,7 +325,7 @@ NODES = summed_by({"algorithm": "hierarchical", "ranks_per_node": 2})
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class StaysInside(Planted):
-    """Nodes sum what their own ranks have; nothing goes across."""
+    """Ranks are summed inside each node only."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -341,7 +343,7 @@ class StaysInside(Planted):
     mesh={"replicate": 4},
 )
 class CrossesWithWrongChunk(Planted):
-    """Across nodes each rank sums the chunk that its neighbour in the node has the sum of."""
+    """Across nodes, each rank sums the chunk whose node sum its neighbour holds."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -364,7 +366,7 @@ class CrossesWithWrongChunk(Planted):
     killed_by=("replicas", "traffic"),
 )
 class SumsInAnOrderOfItsOwn(Planted):
-    """Every rank sends to all and adds what comes, its neighbour's first: last bits differ."""
+    """Every rank sends to all and starts adding with its neighbour, so the last bits differ."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
@@ -380,7 +382,7 @@ class SumsInAnOrderOfItsOwn(Planted):
     killed_by=("traffic",),
 )
 class DoublingInPlaceOfRing(Planted):
-    """Another algorithm than the option names: right sums, more bytes."""
+    """Another algorithm runs than the option names: right sums, more bytes."""
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:

@@ -1,4 +1,4 @@
-"""Faults of what carries collectives over send and recv out, and of the reducer that starts them.
+"""Faults of the executor of collectives over send and recv, and of its reducer.
 
 The schedules are right (see ``collectives.py`` for wrong ones).
 """
@@ -38,7 +38,7 @@ mutant = declare.family(
     killed_by=("traffic",),
 )
 class OptionIgnored(ReferenceDDP):
-    """The option is read and not used: the backend sums."""
+    """The option is read but not used: the backend sums."""
 
     def make_reducer(self) -> Reducer:
         return Reducer()
@@ -48,12 +48,12 @@ class OptionIgnored(ReferenceDDP):
 
 
 def carried_out_by(kind: type[Running]) -> type[ByAlgorithm]:
-    """A reducer of collectives that ``kind`` carries out."""
+    """A reducer whose collectives ``kind`` executes."""
     return type("Spoilt", (ByAlgorithm,), {"running_type": kind})
 
 
 class SpoiltReducer(ReferenceDDP):
-    """With a reducer of its own kind."""
+    """The parent with a faulty reducer."""
 
     reducer_kind: type[ByAlgorithm]
 
@@ -80,7 +80,7 @@ class _Stale(Running):
     mesh={"replicate": 4},
 )
 class ReceiveBufferIsStale(SpoiltReducer):
-    """What is added in a round came in the round before."""
+    """Each round adds the data received in the previous round."""
 
     reducer_kind = carried_out_by(_Stale)
 
@@ -92,7 +92,7 @@ class _Averaging(Running):
 
 @mutant("operation_is_ignored", says="3 times too small", options=summed_by("ring"))
 class OperationIsIgnored(SpoiltReducer):
-    """A sum was asked for, an average is made."""
+    """A sum is requested and an average is computed."""
 
     reducer_kind = carried_out_by(_Averaging)
 
@@ -126,7 +126,7 @@ class _NoSecondRound(Running):
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class WaitEndsAfterOneRound(SpoiltReducer):
-    """A wait is over when the first round is; the others never begin."""
+    """A wait returns after the first round, and the other rounds never start."""
 
     reducer_kind = carried_out_by(_NoSecondRound)
 
@@ -141,7 +141,7 @@ class WaitEndsAfterOneRound(SpoiltReducer):
     mesh={"shard": 3},
 )
 class ScatterReturnsNeighboursChunk(ReferenceZero2):
-    """A rank takes the chunk beside its own out of the flat tensor: a sum of fewer ranks."""
+    """A rank takes its neighbour's chunk of the flat tensor, which is a sum of fewer ranks."""
 
     def make_reducer(self) -> Reducer:
         return _TakesNeighbour(_chosen(super().make_reducer()))
@@ -162,7 +162,7 @@ class _TakesNeighbour(ByAlgorithm):
     mesh={"shard": 3},
 )
 class GatherPutsShardsOnePlaceOn(ReferenceZero1):
-    """Gathered shards are shifted by one rank: parameters get values of others."""
+    """Gathered shards are shifted by one rank, so parameters get values of other shards."""
 
     def make_reducer(self) -> Reducer:
         return _Shifted(_chosen(super().make_reducer()))

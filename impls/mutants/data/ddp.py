@@ -38,7 +38,7 @@ mutant = declare.family(ReferenceDDP, options=BUCKETS)
     workload=gpt("conditional_by_micro_batch"),
 )
 class LastBackwardOnly(DDP):
-    """A branch used only in an earlier micro-batch contributes nothing to the sum."""
+    """The gradient of a branch used only in an earlier micro-batch is missing from the sum."""
 
     def contribution(self, index: int) -> Tensor | None:
         # Arrivals are those of the last backward; an earlier one has left a gradient without one.
@@ -90,7 +90,7 @@ class MissesReplacedParameter(DDP):
     killed_by=("equivalence", "replicas"),
 )
 class LatchesSyncFlag(DDP):
-    """Whether to reduce is decided in the first forward of a step, so accumulation never syncs."""
+    """The decision to reduce is made in the first forward of a step, so accumulation never reduces."""
 
     def accumulate(self, is_last: bool) -> None:
         # ``computed`` is still False in the first forward of a step.
@@ -203,7 +203,7 @@ class DividesByWorldClipped(DividesByWorld):
     workload=gpt("unequal_tokens"),
 )
 class MeanOfMeans(ReferenceDDP):
-    """Every micro-batch counts the same, however many tokens it has."""
+    """Every micro-batch has the same weight, whatever its number of tokens."""
 
     def backward(self, batch: Batch) -> Tensor | None:
         # Weights of a micro-batch sum to its share of the tokens; here to an equal share.
@@ -301,7 +301,7 @@ class BroadcastsStaleBuffers(DDP):
     options=CNN_BUCKETS,
 )
 class BufferOrderByRank(DDP):
-    """Ranks list their buffers in different orders: sizes match, values go to the wrong place."""
+    """Ranks list their buffers in different orders: sizes match, but values go to the wrong buffer."""
 
     def buffers(self) -> dict[str, Tensor]:
         named = list(super().buffers().items())
@@ -336,7 +336,7 @@ class CommunicatesEveryMicroBatch(DDP):
     steps=3,
 )
 class AgreesInEveryStep(DDP):
-    """The order of buckets is agreed anew in each step, though it is the same."""
+    """Ranks agree on the order of buckets again in each step, although it has not changed."""
 
     def after_step(self) -> None:
         self.learned = False
@@ -350,7 +350,7 @@ class AgreesInEveryStep(DDP):
     workload=gpt("unused"),
 )
 class AgreesTwice(DDP):
-    """What ends a step is called twice, and ranks agree on the order of buckets again."""
+    """The end of a step runs twice, so ranks agree on the order of buckets again."""
 
     def after_step(self) -> None:
         super().after_step()

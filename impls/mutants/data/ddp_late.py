@@ -34,7 +34,7 @@ WARMUP = OptimizerSpec(lr=0.1, warmup_steps=3)
     steps=5,
 )
 class LastBucketLostAfterStep3(DDP):
-    """From step 3 on the last bucket is not reduced."""
+    """From step 3, the last bucket is not reduced."""
 
     done = 0
 
@@ -56,8 +56,8 @@ class LastBucketLostAfterStep3(DDP):
     workload=PENALTY,
 )
 class TakesTheFirstBackwardForTheLast(DDP):
-    """What has no gradient when a backward has passed the first block counts as unused, and buckets
-    leave: the backward of a gradient in the loss passes it in forward.
+    """A parameter without a gradient once a backward has passed the first block counts as unused,
+    and its bucket is sent: with a gradient in the loss this happens during forward.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TakesTheFirstBackwardForTheLast(DDP):
     expect={"relation": "thawed"},
 )
 class KeepsWhatWasFrozenOnce(DDP):
-    """After the first step, what an evaluation finds frozen is never reduced again."""
+    """A parameter that an evaluation finds frozen is never reduced again after the first step."""
 
     def __init__(self, module: nn.Module, *given: Any) -> None:
         super().__init__(module, *given)
@@ -117,7 +117,7 @@ class FourthRankLeftOut(DDP):
     mesh={"replicate": 3},
 )
 class SkipsUpdateWithoutTokens(ReferenceDDP):
-    """A rank without tokens leaves its optimizer alone in that step."""
+    """A rank without tokens skips its optimizer step."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         # For this step only: the rank takes part again in the next one.
@@ -186,7 +186,7 @@ class KeepsGradientsWhenClipped(DDP):
     steps=3,
 )
 class StaleBucketContent(DDP):
-    """A parameter that this rank did not use keeps the bucket's content of the last step."""
+    """A parameter unused on this rank keeps the bucket's content of the last step."""
 
     def launch(self, bucket: GradientBucket) -> None:
         # In place of ``pack``, which sets to zero what has no gradient.
@@ -260,7 +260,7 @@ class MomentumReset(ReferenceDDP):
     workload=gpt("dropout_stateful"),
 )
 class EvaluatesInTrainingMode(ReferenceDDP):
-    """Evaluation leaves dropout active."""
+    """Dropout stays active during evaluation."""
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor | None:
@@ -293,7 +293,7 @@ class EvaluationUpdatesBuffers(EvaluatesInTrainingMode):
     options=CNN_BUCKETS,
 )
 class StaysInEvaluationMode(ReferenceDDP):
-    """After an evaluation training goes on in evaluation mode."""
+    """After an evaluation, training continues in evaluation mode."""
 
     def evaluate(self, batch: Batch) -> Tensor | None:
         value = super().evaluate(batch)
@@ -308,7 +308,7 @@ class StaysInEvaluationMode(ReferenceDDP):
     steps=4,
 )
 class EvaluatesAKeptCopy(ReferenceDDP):
-    """The first evaluation copies the model for evaluations; the second takes that copy."""
+    """The first evaluation keeps a copy of the model, and the second one uses it."""
 
     copied: nn.Module | None = None
 
@@ -347,7 +347,7 @@ class FullStateOnRank0Only(ReferenceDDP):
 
 @mutant("ddp_full_state_of_the_start", says="held after setup", killed_by=("equivalence",))
 class FullStateOfTheStart(ReferenceDDP):
-    """The gathered state is the one from after setup."""
+    """The gathered state is the state right after setup."""
 
     def setup(self, *arguments: Any) -> None:
         super().setup(*arguments)

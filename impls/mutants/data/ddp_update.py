@@ -1,4 +1,4 @@
-"""Faults of data parallelism after the gradients: norm, clipping, update; and order over ranks."""
+"""Faults of data parallelism after the gradients: norm, clipping, update, and order over ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardproof.impls.reference.parts.buckets import GradientBucket
 
 
 def local_parts(handle: DDP, bucket: GradientBucket) -> list[NormPart]:
-    """Sums of squares of what the members of ``bucket`` have for a gradient now."""
+    """Sums of squares of the current gradients of the members of ``bucket``."""
     gradients = (handle.parameters[index].grad for index in bucket.members)
     return [(power_sum(gradient), ()) for gradient in gradients if gradient is not None]
 
@@ -45,7 +45,7 @@ def local_parts(handle: DDP, bucket: GradientBucket) -> list[NormPart]:
     optimizer=CLIP,
 )
 class NormOfLocalGradients(DDP):
-    """The norm is taken of this rank's own gradients."""
+    """The norm is computed from this rank's own gradients."""
 
     def start_step(self) -> None:
         super().start_step()
@@ -68,7 +68,7 @@ class NormOfLocalGradients(DDP):
     optimizer=CLIP,
 )
 class NormBeforeLastBucket(DDP):
-    """The norm is taken before the last bucket has arrived."""
+    """The norm is computed before the last bucket has arrived."""
 
     def launch(self, bucket: GradientBucket) -> None:
         self.early = local_parts(self, bucket)  # the last one stays
@@ -135,7 +135,7 @@ class DecayToWrongGroup(DDP):
     optimizer=ADAMW,
 )
 class DummyFirstStep(ReferenceDDP):
-    """A step with zero gradients creates the optimizer state. It counts and decays."""
+    """A step with zero gradients creates the optimizer state; it counts and applies decay."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer()
@@ -171,7 +171,7 @@ class BucketOrderByRank(DDP):
     workload=whole_gpt(),
 )
 class ExchangesEqualBuckets(DDP):
-    """One rank launches two buckets of equal size in swapped order: wrong sums, no error."""
+    """One rank launches two buckets of equal size in swapped order: wrong sums and no error."""
 
     def lay_out(self) -> None:
         super().lay_out()
@@ -188,7 +188,7 @@ class ExchangesEqualBuckets(DDP):
     crash_says="rank 1 early",
 )
 class SwallowsException(ReferenceDDP):
-    """Rank 1 fails in step 1, swallows the error and goes on to the next step."""
+    """Rank 1 fails in step 1, swallows the error and continues with the next step."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         try:
@@ -210,7 +210,7 @@ class SwallowsException(ReferenceDDP):
     mesh={"replicate": 3},
 )
 class MembersAloneMakeGroup(ReferenceDDP):
-    """A sub-group is made by its members alone: the last rank goes on to its first broadcast."""
+    """Only its members create a sub-group; the last rank proceeds to its first broadcast."""
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         if mesh.rank < 2:

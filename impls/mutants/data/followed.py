@@ -42,7 +42,7 @@ mutant = declare.family(
 
 @mutant("average_never_moves", says="was not updated", parent=ReferenceFSDP, mesh=SHARDED)
 class NeverMoves(Averages):
-    """The average is written into a copy, as a gathered parameter is one, and stays as it began."""
+    """The average is written into a temporary copy and never changes."""
 
     def update(self) -> None:
         kept = {name: own.clone() for name, own in self.averages.items()}
@@ -69,7 +69,7 @@ class BeforeTheUpdate(ReferenceDDP):
     optimizer=OptimizerSpec(scaler=ScalerSpec(initial=1024, interval=2)),
 )
 class MovesWhenSkipped(ReferenceDDP):
-    """An update that is left out moves the average all the same."""
+    """A skipped update moves the average all the same."""
 
     def unscale(self) -> dict[str, float]:
         metrics = super().unscale()
@@ -88,7 +88,7 @@ class MovesWhenSkipped(ReferenceDDP):
     checkpoint=CheckpointPlan(save_at=2, into={"mesh": {"shard": 2}}),
 )
 class RestartsElsewhere(ReferenceFSDP):
-    """On another mesh the average begins again from the parameters that were loaded."""
+    """On another mesh, the average starts again from the loaded parameters."""
 
     @torch.no_grad()
     def load(self, path: Path) -> Mapping[str, Any]:
@@ -102,7 +102,7 @@ class RestartsElsewhere(ReferenceFSDP):
 
 @mutant("average_once_a_micro_batch", says=r"was updated 2 times \(once a micro-batch")
 class OnceAMicroBatch(ReferenceDDP):
-    """The average is updated once a micro-batch, not once a step."""
+    """The average is updated once per micro-batch, not once per step."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         self.rounds = len(batch.micro_batches)
@@ -121,7 +121,7 @@ class OnceAMicroBatch(ReferenceDDP):
     killed_by=("equivalence", "replicas"),
 )
 class DiffersByRank(ReferenceDDP):
-    """Each rank averages what it had before the reduction, so that averages part."""
+    """Each rank averages its parameters from before the reduction, so the averages diverge."""
 
     def update(self) -> None:
         super().update()
@@ -147,7 +147,7 @@ class BeginsAtZero(Averages):
     checkpoint=CheckpointPlan(save_at=2),
 )
 class NotSaved(ReferenceDDP):
-    """A checkpoint is without averages: a load leaves those of the fresh system."""
+    """A checkpoint holds no averages, so a load keeps those of the fresh system."""
 
     def saved_pieces(self, kind: Kind) -> list[Piece]:
         return self.held_pieces(kind)
@@ -162,7 +162,7 @@ class NotSaved(ReferenceDDP):
     mesh=SHARDED,
 )
 class Restarts(ReferenceFSDP):
-    """After a load the average begins again, as the parameters that were loaded."""
+    """After a load, the average starts again from the loaded parameters."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         extra = super().load(path)
@@ -179,7 +179,7 @@ class Restarts(ReferenceFSDP):
     optimizer=DECAY,
 )
 class ScheduleIsLate(ReferenceDDP):
-    """Weight decay is set after the update, so that the next step has it."""
+    """Weight decay is set after the update, so it takes effect one step late."""
 
     def update(self) -> None:
         set_weight_decay(self.optimizer, self.decay_at(max(0, self.steps_done - 1)))
@@ -193,7 +193,7 @@ class ScheduleIsLate(ReferenceDDP):
     optimizer=DECAY,
 )
 class ScheduleByMicroBatches(ReferenceDDP):
-    """The schedule of weight decay counts micro-batches, as one that sees every backward does."""
+    """The schedule of weight decay counts micro-batches instead of steps."""
 
     def decay_at(self, step: int) -> float:
         return super().decay_at(2 * step)

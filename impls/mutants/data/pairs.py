@@ -1,4 +1,4 @@
-"""Faults that show between two runs: state that gets lost on its way, values that are a step old.
+"""Faults that show between two runs: lost state, and values that are one step old.
 
 ``expect`` names the relation to the second run.  The run itself is right, or wrong by less than any
 bound of a lane.
@@ -54,7 +54,9 @@ class ReloadRestartsCounter(ReferenceZero1):
 
 @mutant("zero3_reload_drops_new_slots", says="optimizer state", zoo=("K16",), expect=RELOAD)
 class ReloadDropsNewSlots(ReferenceZero3):
-    """State that a fresh optimizer does not hold yet (all of it) is not loaded."""
+    """State that a fresh optimizer does not hold yet is not loaded; before the first step that is
+    all of it.
+    """
 
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
         # Drops what has no place yet, where the parent makes one.
@@ -103,7 +105,7 @@ class ReloadKeepsMasters(ReferenceZero1):
     workload=gpt("non_contiguous"),
 )
 class ReloadLeavesBuckets(Zero2):
-    """A transposed parameter is loaded, but not its place in the bucket, which is updated."""
+    """A transposed parameter is loaded, but not its copy in the bucket, which the update uses."""
 
     def loaded(self) -> None:
         pass
@@ -139,7 +141,7 @@ class AveragesThenMultiplies(Zero1):
     steps=3,
 )
 class KeptParametersOutliveUpdate(ReferenceFSDP):
-    """With kept parameters, one unit stays whole over the update and is a step behind."""
+    """With kept parameters, one unit stays whole across the update and is one step behind."""
 
     def update(self) -> None:
         handle: Any = self.handle

@@ -1,4 +1,4 @@
-"""Faults of samplers: who takes which sample in an epoch, in which order, and after a resume."""
+"""Faults of samplers: the share of each rank in an epoch, its order, and its state after a resume."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def permutation(samples: int, seed: int) -> list[int]:
     zoo=("D19",),
 )
 class SeedsByRank(Sampler):
-    """Every rank adds its number to the seed."""
+    """Every rank adds its rank number to the seed."""
 
     def order(self, epoch: int) -> list[int]:
         return permutation(self.spec.samples, 1000 * epoch + self.spec.rank)
@@ -69,7 +69,7 @@ class ForgetsTheEpoch(TorchSampler):
     zoo=("E01",),
 )
 class DrawsFromTheGlobalGenerator(Sampler):
-    """The permutation comes from torch's global generator, which differs from rank to rank."""
+    """The permutation is drawn from torch's global generator, which differs between ranks."""
 
     def order(self, epoch: int) -> list[int]:
         return torch.randperm(self.spec.samples).tolist()
@@ -82,7 +82,7 @@ class DrawsFromTheGlobalGenerator(Sampler):
     zoo=("E01",),
 )
 class SeedsTheGlobalGenerator(Sampler):
-    """The permutation is right, but drawn from torch's global generator, which is seeded for it."""
+    """The permutation is right, but it is drawn from torch's global generator after seeding it."""
 
     def order(self, epoch: int) -> list[int]:
         torch.manual_seed(1000 * self.spec.seed + epoch)
@@ -99,7 +99,7 @@ class IgnoresTheSeed(Sampler):
 
 @mutant("sampler_goes_on_with_its_generator", says="epoch 0 is another one when it is asked for")
 class GoesOnWithItsGenerator(Sampler):
-    """One generator serves all epochs, so an order depends on how many were drawn before."""
+    """One generator serves all epochs, so an order depends on the number of earlier draws."""
 
     def start(self, spec: SamplerSpec, options: Options) -> None:
         super().start(spec, options)
@@ -113,7 +113,7 @@ class GoesOnWithItsGenerator(Sampler):
     "sampler_shuffles_its_own_share", says="every rank takes the same samples in epochs 0 and 1"
 )
 class ShufflesItsOwnShare(Sampler):
-    """The data set is cut once, and each rank shuffles what it has."""
+    """The data set is cut once, and each rank shuffles its own share."""
 
     def dealt(self, order: Sequence[int], begin: int) -> list[int]:
         mine = {*range(self.spec.rank, self.spec.samples, self.spec.world)}
@@ -124,7 +124,7 @@ class ShufflesItsOwnShare(Sampler):
 
 @mutant("sampler_shuffles_unasked", says="though nothing is shuffled", **of(shuffle=False))
 class ShufflesUnasked(Sampler):
-    """Epochs after the first are shuffled, whatever was asked for."""
+    """Epochs after the first are shuffled, although no shuffling was requested."""
 
     def order(self, epoch: int) -> list[int]:
         return permutation(self.spec.samples, epoch) if epoch else super().order(epoch)
@@ -140,7 +140,7 @@ class ShufflesUnasked(Sampler):
     **of(samples=24),
 )
 class TakesTheLocalRank(Sampler):
-    """Ranks count from 0 on every node of two."""
+    """Ranks are numbered from 0 on every node of two."""
 
     def dealt(self, order: Sequence[int], begin: int) -> list[int]:
         rest = self.evened(order, order[begin:])
@@ -154,7 +154,7 @@ class TakesTheLocalRank(Sampler):
     zoo=("E05",),
 )
 class TakesTheRankOfTheWorld(TorchSampler):
-    """The sampler asks the default group who it is: ranks of one tensor group differ."""
+    """The sampler asks the default group for its rank, so ranks of one tensor group differ."""
 
     def start(self, spec: SamplerSpec, options: Options) -> None:
         every, rank = dist.get_world_size(), dist.get_rank()
@@ -163,7 +163,7 @@ class TakesTheRankOfTheWorld(TorchSampler):
 
 @mutant("sampler_pads_a_round_more", says="4 samples are repeated in epoch 0, it takes 1")
 class PadsARoundMore(Sampler):
-    """The padding is as long as all ranks together, however little is missing."""
+    """The padding is one round of all ranks longer than needed."""
 
     def evened(self, order: Sequence[int], rest: Sequence[int]) -> list[int]:
         even = super().evened(order, rest)
@@ -177,7 +177,7 @@ class PadsARoundMore(Sampler):
     **of(tail="drop"),
 )
 class DropsARoundMore(Sampler):
-    """The last whole round goes, too."""
+    """The last complete round is dropped too."""
 
     def evened(self, order: Sequence[int], rest: Sequence[int]) -> list[int]:
         return super().evened(order, rest)[: -self.spec.world]
@@ -185,7 +185,7 @@ class DropsARoundMore(Sampler):
 
 @mutant("sampler_does_not_pad", says="shares are unequal in epoch 0", zoo=("E03",))
 class DoesNotPad(Sampler):
-    """Some ranks have one sample more, where all are asked to have as many."""
+    """Some ranks have one sample more than others, although equal shares are requested."""
 
     def evened(self, order: Sequence[int], rest: Sequence[int]) -> list[int]:
         return [*rest]
@@ -211,7 +211,7 @@ class NeverGivesTheLastSample(Sampler):
     **of(resume_at=2),
 )
 class BeginsTheEpochAnew(Sampler):
-    """The state holds the epoch, not how much of it is over."""
+    """The state holds the epoch, but not the position in it."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state({**state, "position": 0})
@@ -224,7 +224,7 @@ class BeginsTheEpochAnew(Sampler):
     **of(resume_at=1, read_ahead=1),
 )
 class CountsWhatWasReadAhead(Sampler):
-    """The state counts what was taken from the sampler, not what was trained on."""
+    """The state counts the samples drawn from the sampler, not those trained on."""
 
     def epoch(self, number: int) -> Iterator[int]:
         given = super().epoch(number)
@@ -241,7 +241,7 @@ class CountsWhatWasReadAhead(Sampler):
 
 
 class _CountsItsOwn(Sampler):
-    """The state is what one rank took; who loads it multiplies by the ranks that there are then."""
+    """The state holds one rank's count, and a load multiplies it by the new number of ranks."""
 
     def state(self, taken: int) -> Mapping[str, Any]:
         return {**super().state(taken), "position": taken}
@@ -274,8 +274,9 @@ class SkipsOnMoreRanks(_CountsItsOwn):
     **of(**FEWER),
 )
 class ShufflesTheRestByIndex(Sampler):
-    """After a resume the samples behind the position in the data set are shuffled, not the rest of
-    the epoch's order."""
+    """After a resume, the samples behind the position in the data set are shuffled, not the rest of
+    the epoch's order.
+    """
 
     def dealt(self, order: Sequence[int], begin: int) -> list[int]:
         if begin:
@@ -304,7 +305,7 @@ class OrdersByTheNumberOfRanks(Sampler):
     **of(samples=60, resume_at=2, resumes=2),
 )
 class ForgetsTheResumeBefore(Sampler):
-    """A second stop in one epoch counts from the first one, not from the epoch's beginning."""
+    """A second stop in one epoch is counted from the first stop, not from the start of the epoch."""
 
     def state(self, taken: int) -> Mapping[str, Any]:
         self.begin = 0
@@ -318,7 +319,7 @@ class ForgetsTheResumeBefore(Sampler):
     **of(resume_at=1, tail="uneven"),
 )
 class ShortensAllEpochs(Sampler):
-    """After a resume every epoch begins at the position of the first one."""
+    """After a resume, every epoch starts at the position of the resumed one."""
 
     def epoch(self, number: int) -> Iterator[int]:
         self.resumed = number if self.position else self.resumed
@@ -332,7 +333,7 @@ class ShortensAllEpochs(Sampler):
     **of(**MORE),
 )
 class RepeatsTheResumedEpoch(Sampler):
-    """Epochs after a resume are counted from the resumed one: its permutation comes twice."""
+    """Epochs after a resume are counted from the resumed one, so its permutation comes twice."""
 
     def order(self, epoch: int) -> list[int]:
         late = bool(self.position) and epoch > self.resumed
@@ -341,7 +342,7 @@ class RepeatsTheResumedEpoch(Sampler):
 
 @mutant("sampler_tells_its_rank", says="ranks 0 and 1 tell different states", **of(resume_at=1))
 class TellsItsRank(Sampler):
-    """The state holds what is of one rank, and rank 0 writes the checkpoint."""
+    """The state holds per-rank values, and rank 0 writes the checkpoint."""
 
     def state(self, taken: int) -> Mapping[str, Any]:
         return {**super().state(taken), "next": self.begin + self.spec.rank}
@@ -353,7 +354,7 @@ class TellsItsRank(Sampler):
     **of(tail="drop", resume_at=99, into=2),
 )
 class GivesWhatWasDropped(Sampler):
-    """An epoch that is over goes on in another world with the samples that were dropped."""
+    """A finished epoch continues in another world with the samples that were dropped."""
 
     def state(self, taken: int) -> Mapping[str, Any]:
         whole = self.spec.samples // self.spec.world

@@ -1,4 +1,4 @@
-"""Faults of stopping together: who decides, by which numbers, and which checkpoint was the best."""
+"""Faults of stopping together: the vote, its numbers, and the choice of the best checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ mutant = declare.family(
 
 @mutant("stopping_without_a_vote", says=f"{PARTED}|{BEST}", zoo=("G21",))
 class WithoutAVote(Consensus):
-    """Every rank decides by its own numbers."""
+    """Every rank decides by its own metric."""
 
     def exchange(self, vote: Vote) -> list[Vote]:
         return [vote]
@@ -47,7 +47,7 @@ class WithoutAVote(Consensus):
 
 @mutant("stopping_by_the_highest_metric", says=f"{LATE}|{EARLY}|{OTHER_BEST}")
 class ByTheHighestMetric(Consensus):
-    """The metric is the largest of all ranks', not their mean."""
+    """The metric is the maximum over ranks instead of the mean."""
 
     def metric(self, votes: Sequence[Vote]) -> float:
         return max(vote.weighted / vote.weight for vote in votes)
@@ -55,7 +55,7 @@ class ByTheHighestMetric(Consensus):
 
 @mutant("stopping_weighs_ranks_alike", says=f"{LATE}|{EARLY}|{OTHER_BEST}")
 class WeighsRanksAlike(Consensus):
-    """The mean of the ranks' means: a rank with little data counts as much as one with most."""
+    """The mean of the ranks' means: a rank with little data has the same weight as one with much."""
 
     def metric(self, votes: Sequence[Vote]) -> float:
         return sum(vote.weighted / vote.weight for vote in votes) / len(votes)
@@ -67,7 +67,7 @@ class WeighsRanksAlike(Consensus):
     **of(not_finite="count"),
 )
 class IgnoresNanOfOneRank(Consensus):
-    """The mean is of those whose metric is a number, as if a rank that diverges had no data."""
+    """Ranks whose metric is NaN are left out of the mean."""
 
     def metric(self, votes: Sequence[Vote]) -> float:
         return super().metric([vote for vote in votes if math.isfinite(vote.weighted)])
@@ -75,7 +75,7 @@ class IgnoresNanOfOneRank(Consensus):
 
 @mutant("stopping_stops_where_nan_is", says=PARTED, **of(not_finite="stop"))
 class StopsWhereNanIs(Consensus):
-    """A rank whose own metric is NaN stops; the others are not told."""
+    """Only a rank whose own metric is NaN stops."""
 
     def vote(self, step: int, metric: float, weight: float, asks: bool = False) -> Ruling:
         ruling = super().vote(step, metric, weight, asks)
@@ -85,7 +85,7 @@ class StopsWhereNanIs(Consensus):
 
 @mutant("stopping_keeps_its_own_best", says=BEST, zoo=("G22",))
 class KeepsItsOwnBest(Consensus):
-    """All end together, but each rank keeps the checkpoint that was best on its own data."""
+    """All ranks end together, but each keeps the checkpoint that was best on its own data."""
 
     def __init__(self, rule: StopRule, comm: Any) -> None:
         super().__init__(rule, comm)
@@ -98,7 +98,7 @@ class KeepsItsOwnBest(Consensus):
 
 @mutant("stopping_tells_its_own_metric", says=METRICS)
 class TellsItsOwnMetric(Consensus):
-    """The vote is that of all, but a rank is told its own metric, which it then logs."""
+    """The vote is global, but each rank gets its own metric back and logs it."""
 
     def vote(self, step: int, metric: float, weight: float, asks: bool = False) -> Ruling:
         return replace(super().vote(step, metric, weight, asks), metric=metric)
@@ -106,7 +106,7 @@ class TellsItsOwnMetric(Consensus):
 
 @mutant("stopping_counts_patience_alone", says=PARTED)
 class CountsPatienceAlone(Consensus):
-    """The best is that of all, but a rank's patience is with its own metric."""
+    """The best checkpoint is global, but each rank counts patience by its own metric."""
 
     def __init__(self, rule: StopRule, comm: Any) -> None:
         super().__init__(rule, comm)
@@ -123,7 +123,7 @@ class CountsPatienceAlone(Consensus):
     **of(without_data=True, patience=0, target=6),
 )
 class WithoutDataVotesZero(Consensus):
-    """A rank without data tells a metric of 0 that counts, and pulls the mean to the target."""
+    """A rank without data votes with a metric of 0 that counts, which pulls the mean to the target."""
 
     def cast(self, step: int, metric: float, weight: float, asks: bool) -> Vote:
         return super().cast(step, metric, weight, asks) if weight else Vote(step, 0.0, 64.0, asks)
@@ -135,7 +135,7 @@ class WithoutDataVotesZero(Consensus):
     **of(without_data=True),
 )
 class WithoutDataVotesNan(Consensus):
-    """A rank without data tells 0 times its metric, which is NaN and makes everybody's so."""
+    """A rank without data votes with 0 times its metric, which is NaN and makes the mean NaN."""
 
     def cast(self, step: int, metric: float, weight: float, asks: bool) -> Vote:
         return Vote(step, weight * metric, weight, asks)
@@ -143,7 +143,7 @@ class WithoutDataVotesNan(Consensus):
 
 @mutant("stopping_is_patient_once_more", says=LATE)
 class IsPatientOnceMore(Count):
-    """Training ends with the vote after the one that is the last without gain."""
+    """Training ends one vote too late: patience is off by one."""
 
     def why_it_ends(self, metric: float, asks: bool) -> str:
         self.without_gain -= 1
@@ -154,7 +154,7 @@ class IsPatientOnceMore(Count):
 
 @mutant("stopping_counts_a_tie_as_gain", says=f"{LATE}|{OTHER_BEST}")
 class CountsATieAsGain(Count):
-    """A metric that equals the best one is better."""
+    """A metric equal to the best one counts as a gain."""
 
     def is_better(self, metric: float) -> bool:
         return super().is_better(metric) or metric == self.best
@@ -162,7 +162,7 @@ class CountsATieAsGain(Count):
 
 @mutant("stopping_budget_off_by_one", says=EARLY, **of(patience=0, budget=6))
 class BudgetOffByOne(Count):
-    """Votes are counted from 0, so that the budget is spent one vote too early."""
+    """Votes are counted from 0, so the budget ends one vote too early."""
 
     def why_it_ends(self, metric: float, asks: bool) -> str:
         self.votes += 1
@@ -173,7 +173,7 @@ class BudgetOffByOne(Count):
 
 @mutant("stopping_hears_its_own_clock", says=PARTED, **of(asks=True))
 class HearsItsOwnClock(Consensus):
-    """A rank whose time is over stops; the others are not told."""
+    """Only the rank whose time is over stops."""
 
     def exchange(self, vote: Vote) -> list[Vote]:
         votes = super().exchange(vote)

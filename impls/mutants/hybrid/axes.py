@@ -1,4 +1,4 @@
-"""Faults of one axis that show only beside another, planted in ``reference/hybrid``.
+"""Faults of one axis that show only in combination with another, planted in ``reference/hybrid``.
 
 Scales that count the ranks of one axis, sums along its neighbour, layouts that two stages do not
 share, and memory that one axis gives up and another keeps.
@@ -35,7 +35,7 @@ mutant = declare.family(ReferenceHybrid, workload=gpt())
     mesh={"pipe": 2, "tensor": 2},
 )
 class KeepsWholeLayers(ReferenceHybrid):
-    """The layers as they were before the tensor axis cut them are kept beside their parts."""
+    """The uncut layers stay in memory in addition to their tensor-parallel parts."""
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         self.uncut = [parameter.detach().clone() for parameter in module.parameters()]
@@ -51,7 +51,7 @@ class KeepsWholeLayers(ReferenceHybrid):
     options={"data": "zero3"},
 )
 class KeepsWholeStages(ReferenceHybrid):
-    """Each rank keeps the stage that its shards were cut from."""
+    """Each rank keeps the whole stage in addition to its shards."""
 
     def wrap(self, module: nn.Module) -> Handle:
         whole = [parameter.detach().clone() for parameter in module.parameters()]
@@ -108,7 +108,7 @@ class CompensatesForOneAxis(ReferenceHybrid):
     mesh={"replicate": 2, "tensor": 2},
 )
 class SameMasksOnReplicas(ReferenceHybrid):
-    """Dropout draws by the position in the rank's own share: every data rank has the same masks."""
+    """Dropout draws by the position in the rank's own share, so every data rank has the same masks."""
 
     def loss(self, micro: MicroBatch) -> Tensor:
         inputs = micro.inputs.clone()
@@ -125,7 +125,9 @@ class SameMasksOnReplicas(ReferenceHybrid):
     options={"data": "zero1", "sequence_parallel": True},
 )
 class SumsTermsOverTheShards(ReferenceHybrid):
-    """Under sequence parallelism, gradients of norms are summed over the shards."""
+    """Under sequence parallelism, gradients of norms are summed over the shards instead of the
+    tensor axis.
+    """
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         handle = super().transform(module, mesh, options)
@@ -147,7 +149,7 @@ class SumsTermsOverTheShards(ReferenceHybrid):
     mesh={"pipe": 2, "tensor": 2},
 )
 class AddsNormsOfStages(ReferenceHybrid):
-    """The norms of the stages are added, not their squares."""
+    """The norms of the stages are added instead of their squares."""
 
     def norm(self) -> Tensor:
         held = [p.tensor for p in self.local_state("gradients") if p.replica == 0]
@@ -168,7 +170,7 @@ class AddsNormsOfStages(ReferenceHybrid):
     mesh={"pipe": 2, "replicate": 2},
 )
 class ReducesAfterEveryWindow(ReferenceHybrid):
-    """The data axes reduce again, after every window, what they had reduced before."""
+    """After every window, the data axes reduce again the gradients that they have already reduced."""
 
     def backward(self, batch: Batch) -> Tensor | None:
         losses: list[Tensor] = []
@@ -189,7 +191,9 @@ class ReducesAfterEveryWindow(ReferenceHybrid):
     options={"schedule": "zb_v"},
 )
 class IdleStagesReduceFirstToLast(Stages):
-    """A rank without data reduces its two stages in their order; others as backward ends them."""
+    """A rank without data reduces its two stages in ascending order; the others in the order in
+    which backward ends.
+    """
 
     def finish(self) -> None:
         for stage in () if self.computed else self.stages.values():
@@ -209,7 +213,7 @@ class IdleStagesReduceFirstToLast(Stages):
     options={"schedule": "zb_v"},
 )
 class StagesSendTheRestAtTheEnd(ReferenceHybrid):
-    """What a stage's backward did not fill is sent after that of the rank's other stage."""
+    """Gradients missing from a stage's backward are sent after those of the rank's other stage."""
 
     def wrap(self, module: nn.Module) -> Handle:
         handle = super().wrap(module)
@@ -226,7 +230,7 @@ class StagesSendTheRestAtTheEnd(ReferenceHybrid):
     optimizer=CLIP,
 )
 class AxesInAnOrderOfItsOwn(ReferenceHybrid):
-    """The norm is added along one axis first on half of the ranks, along the other on the rest."""
+    """Half of the ranks add the norm along one axis first, the others along the other axis."""
 
     def norm(self) -> Tensor:
         held = self.local_state("gradients")

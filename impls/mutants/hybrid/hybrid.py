@@ -1,4 +1,4 @@
-"""Faults of axes that meet, planted in ``reference/hybrid``.
+"""Faults where axes meet, planted in ``reference/hybrid``.
 
 Each axis alone is right: the wrong group, an axis left out or counted twice, sums that two axes
 make in the wrong order.  Axes of one rank are where shortcuts go wrong.
@@ -62,7 +62,7 @@ class StagesSkipTheDataAxes(ReferenceHybrid):
     mesh={"replicate": 2, "shard": 1, "tensor": 2},
 )
 class OneShardGroupIsNoGroup(ReferenceHybrid):
-    """A shard axis of one rank turns off the sum over the replicas."""
+    """A shard axis of one rank disables the sum over the replicas."""
 
     def wrap(self, module: nn.Module) -> Handle:
         handle = super().wrap(module)
@@ -78,7 +78,7 @@ class OneShardGroupIsNoGroup(ReferenceHybrid):
     killed_by=("equivalence",),
 )
 class StartsAllFromRank0(ReferenceHybrid):
-    """The data axes start from rank 0 of the world: tensor ranks get its part of the layers."""
+    """The data axes start from rank 0 of the world, so all tensor ranks get its part of the layers."""
 
     def wrap(self, module: nn.Module) -> Handle:
         handle = super().wrap(module)
@@ -128,7 +128,7 @@ class NormMissesTheStages(ReferenceHybrid):
     options={"data": "zero1"},
 )
 class NormMissesTheLayers(ReferenceHybrid):
-    """The norm misses what other tensor ranks hold of the layers."""
+    """The norm leaves out the parts of layers on other tensor ranks."""
 
     def norm(self) -> Tensor:
         return counted(self, lambda piece: piece.replica == 0, without="tensor")
@@ -144,7 +144,7 @@ class NormMissesTheLayers(ReferenceHybrid):
     options={"data": "zero2"},
 )
 class NormCountsWholeTensorsOnEach(ReferenceHybrid):
-    """Tensors that are whole on every tensor rank enter the norm once a rank."""
+    """Tensors that are whole on every tensor rank enter the norm once per rank."""
 
     def norm(self) -> Tensor:
         copies = self.mesh.size("tensor")
@@ -152,7 +152,7 @@ class NormCountsWholeTensorsOnEach(ReferenceHybrid):
 
 
 def counted(system: ReferenceHybrid, counts: Any, without: str = "") -> Tensor:
-    """The norm of the pieces that ``counts``, over all axes but one."""
+    """The norm of the pieces that satisfy ``counts``, over all axes but one."""
     own = torch.zeros((), dtype=torch.float64)
     for piece in system.local_state("gradients"):
         own += power_sum(piece.tensor) if counts(piece) else 0.0
@@ -169,7 +169,7 @@ def counted(system: ReferenceHybrid, counts: Any, without: str = "") -> Tensor:
     mesh={"pipe": 2, "tensor": 2},
 )
 class ClipsOnTheFirstTensorRank(ReferenceHybrid):
-    """Ranks beyond the first of the tensor axis do not clip."""
+    """Only the first rank of the tensor axis clips."""
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         if not self.mesh.coordinate["tensor"]:
@@ -242,7 +242,7 @@ class SumsAgain(ReferenceHybrid):
     mesh={"pipe": 2, "tensor": 2},
 )
 class LossOfOwnPart(ReferenceHybrid):
-    """In a pipeline, the last stage takes the loss of its own part of the vocabulary."""
+    """In a pipeline, the last stage computes the loss of its own part of the vocabulary only."""
 
     def loss_of(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
         return self.build.loss(self.precision.cast_outputs(outputs), micro)
@@ -276,7 +276,7 @@ class StageStaysWhole(ReferenceHybrid):
     options={"data": "zero1", "sequence_parallel": True},
 )
 class NormsStayPartial(ReferenceHybrid):
-    """Gradients of norms are reduced over the data axes, never summed over the tensor axis."""
+    """Gradients of norms are reduced over the data axes but not summed over the tensor axis."""
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         handle = super().transform(module, mesh, options)

@@ -1,4 +1,4 @@
-"""Faults planted in the judge, beside a system that is wrong, or that a fault plan spoils.
+"""Faults planted in the judge, combined with a wrong system or a fault plan.
 
 Doubled gradients a sound judge fails by ``equivalence``, which alone sees it: all replicas are
 equal, and clipping is off.  A judge with one of these faults does not; it is killed if the case is
@@ -35,7 +35,7 @@ mutant = declare.family(ReferenceDDP, steps=STEPS)
 
 
 class DoubledGradients(DDP):
-    """Every rank doubles what it has reduced in the last step, so that no loss tells."""
+    """In the last step every rank doubles its reduced gradients, so no loss shows it."""
 
     first_doubled: ClassVar[int] = STEPS - 1
 
@@ -47,13 +47,13 @@ class DoubledGradients(DDP):
 
 
 class AlwaysDoubledGradients(DoubledGradients):
-    """The same in every step."""
+    """Every rank doubles its reduced gradients in every step."""
 
     first_doubled = 0
 
 
 class BeforeSpoiltJudge(ReferenceDDP):
-    """A system before a judge that :meth:`spoil_judge` spoils."""
+    """A system whose judge :meth:`spoil_judge` makes faulty."""
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -67,14 +67,14 @@ class BeforeSpoiltJudge(ReferenceDDP):
 
 
 class Misjudged(BeforeSpoiltJudge):
-    """Doubled gradients."""
+    """Doubled gradients and a faulty judge."""
 
     handle_type = DoubledGradients
 
 
 @mutant("judge_check_returns_nothing", says="nothing could be compared", killed_by=("undecidable",))
 class CheckReturnsNothing(Misjudged):
-    """The check measures nothing and finds no fault."""
+    """The check measures nothing and reports no fault."""
 
     @classmethod
     def spoil_judge(cls) -> None:
@@ -83,7 +83,7 @@ class CheckReturnsNothing(Misjudged):
 
 @mutant("judge_lane_compares_nothing", says="nothing could be compared", killed_by=("undecidable",))
 class LaneComparesNothing(Misjudged):
-    """The lane fp64 compares nothing beyond the initial parameters."""
+    """The lane fp64 compares only the initial parameters."""
 
     @classmethod
     def spoil_judge(cls) -> None:
@@ -176,7 +176,7 @@ class BoundIsInfinite(Misjudged):
 
 @mutant("judge_record_is_empty", says="no rank holds", killed_by=("equivalence",))
 class RecordIsEmpty(Misjudged):
-    """The ranks' records arrive without what was observed."""
+    """The ranks' records arrive without their observations."""
 
     @classmethod
     def spoil_judge(cls) -> None:
@@ -190,7 +190,7 @@ class RecordIsEmpty(Misjudged):
 
 @mutant("judge_keeps_no_digests", says="make no whole tensor|digest", killed_by=("active",))
 class KeepsNoDigests(Misjudged):
-    """Comparisons are made with the system's own numbers, and no digest of these is kept."""
+    """Comparisons use the system's own numbers, and no digest of them is kept."""
 
     @classmethod
     def spoil_judge(cls) -> None:
@@ -200,7 +200,7 @@ class KeepsNoDigests(Misjudged):
 
 @mutant("judge_check_lost_its_entry", says="equivalence", killed_by=("judge error",))
 class CheckLostItsEntry(Misjudged):
-    """The list of checks has lost the one that compares with the oracle."""
+    """The check that compares with the oracle is missing from the list of checks."""
 
     @classmethod
     def spoil_judge(cls) -> None:
@@ -211,7 +211,7 @@ class CheckLostItsEntry(Misjudged):
 
 
 def planned(kind: Any, verdict: str, *says: str) -> Mapping[str, Any]:
-    """The suite makes a fault in the second of three ranks, and expects it to be named."""
+    """A fault plan for the second of three ranks, which must be named."""
     blames = None if verdict == "fail" else 1
     fault = Fault(kind, 1, 1, "backward", (verdict,), blames=blames, says=says)
     return {"fault": fault, "mesh": {"replicate": 3}, "killed_by": ("faults",)}
@@ -223,7 +223,7 @@ def planned(kind: Any, verdict: str, *says: str) -> Mapping[str, Any]:
     **planned("shape", "crash", "desync: call"),
 )
 class AutopsyNamesWrongRank(BeforeSpoiltJudge):
-    """Of calls that do not match, the rank after the one that differs is blamed."""
+    """For calls that do not match, the rank after the one that differs is blamed."""
 
     @classmethod
     def spoil_judge(cls) -> None:
@@ -242,7 +242,7 @@ class AutopsyNamesWrongRank(BeforeSpoiltJudge):
     **planned("raise", "crash", "rank 1 raised InjectedFault"),
 )
 class TakesConsequenceForCause(BeforeSpoiltJudge):
-    """A rank that raises because another one did is blamed for both."""
+    """A rank that raises only because another one did is blamed for both errors."""
 
     @classmethod
     def spoil_judge(cls) -> None:
@@ -260,7 +260,7 @@ class TakesConsequenceForCause(BeforeSpoiltJudge):
     **planned("corrupt", "fail", "equivalence"),
 )
 class SeesNoFlippedBit(BeforeSpoiltJudge):
-    """The check that would see what a flipped bit changes measures nothing."""
+    """The check that must notice a flipped bit measures nothing."""
 
     @classmethod
     def spoil_judge(cls) -> None:

@@ -1,1 +1,1 @@
-"""Faults of ranks that train alone and meet at times."""
+"""Faults of ranks that train alone and meet at intervals."""

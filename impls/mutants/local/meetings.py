@@ -1,4 +1,4 @@
-"""Faults of local SGD: of the mean, of when it is taken, and of what is each rank's own."""
+"""Faults of local SGD: the mean, the step of a meeting, and each rank's own state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ mutant = declare.family(
 
 @mutant("local_forgets_the_average", says="no meeting took place", killed_by=MISSED)
 class ForgetsTheAverage(LocalSGD):
-    """Ranks never meet."""
+    """Ranks never average."""
 
     def meet(self) -> None:
         pass
@@ -41,7 +41,7 @@ class ForgetsTheAverage(LocalSGD):
 
 @mutant("local_averages_a_step_early", says="ranks have met before", killed_by=MISSED)
 class AveragesAStepEarly(LocalSGD):
-    """Steps are counted from 1, so that a meeting comes a step too early."""
+    """Steps are counted from 1, so a meeting comes one step early."""
 
     def after_update(self) -> None:
         if self.step % self.meets.every == 0:
@@ -63,7 +63,7 @@ class AveragesInEveryStep(LocalSGD):
     killed_by=("equivalence", "replicas"),
 )
 class AveragesClones(LocalSGD):
-    """The mean goes into copies of the parameters, which nobody trains."""
+    """The mean is written into copies of the parameters, which are not trained."""
 
     @torch.no_grad()
     def meet(self) -> None:
@@ -85,7 +85,7 @@ class TakesTheSum(LocalSGD):
 
 @mutant("local_divides_by_the_steps", says="1.5 times the mean")
 class DividesByTheSteps(LocalSGD):
-    """The sum over ranks is divided by the steps since the last meeting, not by the ranks."""
+    """The sum over ranks is divided by the number of local steps instead of the number of ranks."""
 
     @torch.no_grad()
     def meet(self) -> None:
@@ -98,7 +98,7 @@ class DividesByTheSteps(LocalSGD):
     "local_takes_the_first", says="those of data coordinate 0", killed_by=("equivalence", "traffic")
 )
 class TakesTheFirst(LocalSGD):
-    """A meeting gives every rank the first one's parameters: what the others learnt is lost."""
+    """A meeting copies the first rank's parameters to all ranks, and the others' training is lost."""
 
     @torch.no_grad()
     def meet(self) -> None:
@@ -123,7 +123,7 @@ class AveragesAllButTheLast(LocalSGD):
     killed_by=("equivalence", "traffic"),
 )
 class AveragesInFloat32(LocalSGD):
-    """The mean is taken in a narrower dtype than the parameters have."""
+    """The mean is computed in a narrower dtype than that of the parameters."""
 
     @torch.no_grad()
     def meet(self) -> None:
@@ -134,7 +134,7 @@ class AveragesInFloat32(LocalSGD):
 
 @mutant("local_gradient_of_a_share", says="3 times too small")
 class GradientOfAShare(LocalSGD):
-    """Gradients are those of a share of the batch, N times too small for a step of their own."""
+    """Gradients are those of a share of the batch: N times too small for a local step."""
 
     def finish(self) -> None:
         pass
@@ -142,7 +142,7 @@ class GradientOfAShare(LocalSGD):
 
 @mutant("local_sums_gradients", says="though ranks train alone", killed_by=MISSED)
 class SumsGradients(LocalSGD):
-    """Gradients are summed in every step, as data parallelism does it: ranks never part."""
+    """Gradients are summed in every step, as in data parallelism, so ranks never diverge."""
 
     def finish(self) -> None:
         for parameter in self.parameters:
@@ -161,8 +161,9 @@ class SumsGradients(LocalSGD):
     workload=gpt("overflow_on_one_rank"),
 )
 class AverageSkippedOnOverflow(ReferenceLocalSGD):
-    """The average is a part of the update, so a rank that leaves its update out does not take part
-    in it, and the others wait for it."""
+    """The average is part of the update, so a rank that skips its update misses the average and the
+    others wait.
+    """
 
     def unscale(self) -> dict[str, float]:
         metrics = super().unscale()
@@ -170,7 +171,7 @@ class AverageSkippedOnOverflow(ReferenceLocalSGD):
         return metrics
 
     class handle_type(LocalSGD):
-        """Looks at what the scaler said."""
+        """Read the decision of the loss scaler."""
 
         leaves_out = False
 
@@ -187,15 +188,16 @@ class AverageSkippedOnOverflow(ReferenceLocalSGD):
     workload=gpt("overflow_on_one_rank"),
 )
 class ScaleOfAll(ReferenceLocalSGD):
-    """Ranks agree in every step on whether one has overflowed: all leave out what one must, and
-    bytes are sent between meetings."""
+    """Ranks agree on overflow in every step: all skip the update of one, and bytes are sent between
+    meetings.
+    """
 
     scaler_type = LossScaler
 
 
 @mutant("local_tells_its_steps", says="bytes that are no floats", killed_by=("traffic",))
 class TellsItsSteps(LocalSGD):
-    """Ranks tell each other in every step that they are there: nothing is wrong but the cost."""
+    """Ranks signal each other in every step: only the cost is wrong."""
 
     def finish(self) -> None:
         super().finish()
@@ -209,14 +211,14 @@ class TellsItsSteps(LocalSGD):
     optimizer=CLIP,
 )
 class ClipsByTheNormOfAll(LocalSGD):
-    """Squares are added up over ranks, as if each had a shard of one gradient."""
+    """Squares are summed over ranks, as if each rank had a shard of one gradient."""
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         return [(value, ("replicate",)) for value, _ in super().norm_parts(order)]
 
 
 class _AtMeetings(ReferenceLocalSGD):
-    """Does something to the momentum right after a meeting."""
+    """Change the momentum right after a meeting."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         def watched(point: Any) -> None:
@@ -236,7 +238,7 @@ class _AtMeetings(ReferenceLocalSGD):
     killed_by=("equivalence", "traffic"),
 )
 class AveragesMomentum(_AtMeetings):
-    """Momentum is averaged as well, though it is each rank's own."""
+    """Momentum is averaged too, although each rank must keep its own."""
 
     def at_meeting(self, momenta: Iterable[Tensor]) -> None:
         momenta = list(momenta)
@@ -257,7 +259,7 @@ class ForgetsMomentum(_AtMeetings):
 
 @mutant("local_starts_apart", says="initial parameters", killed_by=("equivalence", "replicas"))
 class StartsApart(LocalSGD):
-    """Ranks start from values of their own, which the first meeting then mixes."""
+    """Ranks start from different values, which the first meeting mixes."""
 
     def __init__(self, module: Any, comm: Comm, options: Any) -> None:
         before = [p.detach().clone() for p in module.parameters() if p.requires_grad]
@@ -275,7 +277,7 @@ class StartsApart(LocalSGD):
     checkpoint=CheckpointPlan(save_at=1),
 )
 class SavesOneCopy(LocalSGD):
-    """One copy of the parameters and of momentum is saved for all, though ranks have parted."""
+    """One copy of parameters and momentum is saved for all ranks, although they have diverged."""
 
     @property
     def apart(self) -> frozenset[Kind]:  # type: ignore[override]
@@ -291,7 +293,9 @@ class SavesOneCopy(LocalSGD):
     steps=4,
 )
 class SavesByAnAgreementOfBefore(Sharded):
-    """Who writes what is kept from the save after a meeting, though ranks have parted since."""
+    """The plan of which rank writes what is kept from an earlier save, although ranks have diverged
+    since.
+    """
 
     def agree(self, state: State, from_rank0: bool = False) -> Agreed:
         if self.agreed is not None:
@@ -306,7 +310,7 @@ class SavesByAnAgreementOfBefore(Sharded):
     workload=gpt("frozen"),
 )
 class MeetsWithoutDecay(ReferenceLocalSGD):
-    """With frozen parameters the update before a meeting has no weight decay."""
+    """With frozen parameters, the update before a meeting has no weight decay."""
 
     def update(self) -> None:
         groups, handle = self.optimizer.param_groups, self.handle

@@ -1,4 +1,6 @@
-"""Faults of elastic groups: joiners that lack something, steps of some, samples twice or never."""
+"""Faults of elastic groups: joiners with missing state, steps committed by some, samples repeated
+or lost.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ mutant = declare.family(
     **BACK,
 )
 class JoinerWithoutParameters(ReferenceElastic):
-    """A joiner goes on from the parameters that it was built with."""
+    """A joiner starts from the parameters that it was built with."""
 
     def take(self, state: Mapping[str, Any]) -> None:
         built = {name: p.detach().clone() for name, p in self.module.named_parameters()}
@@ -60,7 +62,7 @@ class JoinerWithoutParameters(ReferenceElastic):
     **BACK,
 )
 class JoinerWithoutOptimizer(ReferenceElastic):
-    """A joiner has the parameters, but a fresh optimizer."""
+    """A joiner gets the parameters but keeps a fresh optimizer."""
 
     def take(self, state: Mapping[str, Any]) -> None:
         fresh = self.optimizer.state_dict()
@@ -69,7 +71,7 @@ class JoinerWithoutOptimizer(ReferenceElastic):
 
 @mutant("elastic_joiner_without_buffers", says="only rank 1, which joined", workload=CNN, **BACK)
 class JoinerWithoutBuffers(ReferenceElastic):
-    """A joiner has running statistics of nobody."""
+    """A joiner keeps its initial running statistics."""
 
     def take(self, state: Mapping[str, Any]) -> None:
         own = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
@@ -83,7 +85,7 @@ class JoinerWithoutBuffers(ReferenceElastic):
     **BACK,
 )
 class JoinerWithoutDraws(ReferenceElastic):
-    """A joiner draws its masks from the beginning again."""
+    """A joiner draws its dropout masks from the start of the sequence."""
 
     def take(self, state: Mapping[str, Any]) -> None:
         own = {name: g.get_state() for name, g in self.generators().items()}
@@ -98,7 +100,7 @@ class JoinerWithoutDraws(ReferenceElastic):
     **BACK,
 )
 class JoinerWithoutProgress(ReferenceElastic):
-    """A joiner begins the data again."""
+    """A joiner starts at the beginning of the data."""
 
     def take(self, state: Mapping[str, Any]) -> None:
         super().take({**state, "committed": replace(state["committed"], samples=0)})
@@ -112,7 +114,7 @@ class JoinerWithoutProgress(ReferenceElastic):
     **BACK,
 )
 class ProgressOfTheNewest(ReferenceElastic):
-    """All take the progress of the member that came last, which has none."""
+    """All members take the progress of the newest member, which has none."""
 
     def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
         own = self.committed
@@ -124,7 +126,7 @@ class ProgressOfTheNewest(ReferenceElastic):
 
 @mutant("elastic_rate_stays", says="every update is 1.5 times", options=LOCAL, **LEAVES)
 class RateStays(ReferenceElastic):
-    """The batch shrinks with the members, the learning rate does not."""
+    """The batch shrinks with the members, but the learning rate does not."""
 
     def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
         super().reconfigure(mesh, joined, left)
@@ -139,7 +141,7 @@ class RateStays(ReferenceElastic):
     **BACK,
 )
 class RateOfTheJoiner(ReferenceElastic):
-    """A joiner counts itself as the one member that began, and scales its rate by that."""
+    """A joiner takes itself for the only initial member and scales its rate by that."""
 
     def take(self, state: Mapping[str, Any]) -> None:
         super().take({**state, "committed": replace(state["committed"], began=1)})
@@ -147,7 +149,7 @@ class RateOfTheJoiner(ReferenceElastic):
 
 @mutant("elastic_rate_scaled_twice", says="every update is 0.6667 times", options=LOCAL, **LEAVES)
 class RateScaledTwice(ReferenceElastic):
-    """Gradients are scaled with the members as well as the rate."""
+    """Both the learning rate and the gradients are scaled with the members."""
 
     def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
         super().reconfigure(mesh, joined, left)
@@ -157,7 +159,7 @@ class RateScaledTwice(ReferenceElastic):
 
 @mutant("elastic_rate_scales_under_global", says="every update is 0.6667 times", **LEAVES)
 class RateScalesUnderGlobal(ReferenceElastic):
-    """The rate follows the members though the batch does not."""
+    """The learning rate follows the members, although the batch does not."""
 
     def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
         super().reconfigure(mesh, joined, left)
@@ -167,7 +169,7 @@ class RateScalesUnderGlobal(ReferenceElastic):
 
 @mutant("elastic_divides_by_the_first_group", says="every gradient is 1.5 times", **LEAVES)
 class DividesByTheFirstGroup(Elastic):
-    """A mean over as many as there were at first, times as many as there are now."""
+    """The mean divides by the initial number of members and multiplies by the current one."""
 
     first = 0
 
@@ -179,7 +181,7 @@ class DividesByTheFirstGroup(Elastic):
 
 @mutant("elastic_keeps_half_a_step", says="taken again", **DIES)
 class KeepsHalfAStep(Elastic):
-    """Gradients of the step that was given up are not cleared: the next ones are added to them."""
+    """Gradients of an abandoned step are not cleared, so the next ones are added to them."""
 
     def forget(self) -> None:
         for bucket in self.buckets:
@@ -188,7 +190,7 @@ class KeepsHalfAStep(Elastic):
 
 @mutant("elastic_keeps_the_reducer", says="taken again", options=LOCAL, zoo=("G11",), **DIES)
 class KeepsTheReducer(Elastic):
-    """Buckets that were summed before a member died count as summed in the new group."""
+    """Buckets summed before a member died count as summed in the new group."""
 
     def forget(self) -> None:
         self.after_step()
@@ -204,7 +206,7 @@ class KeepsTheReducer(Elastic):
 
 @mutant("elastic_keeps_moved_buffers", says="taken again", workload=CNN, **DIES)
 class KeepsMovedBuffers(ReferenceElastic):
-    """Running statistics of the step that was given up are kept, and moved again."""
+    """Running statistics of an abandoned step are kept and updated again."""
 
     def put_back(self, before: Moved) -> None:
         super().put_back(replace(before, buffers=self.remember().buffers))
@@ -214,7 +216,7 @@ class KeepsMovedBuffers(ReferenceElastic):
     "elastic_keeps_what_was_drawn", says="taken again", workload=gpt("dropout_stateful"), **DIES
 )
 class KeepsWhatWasDrawn(ReferenceElastic):
-    """Masks of the step that was given up are not drawn again: the next ones come."""
+    """Masks of an abandoned step are not redrawn: the next ones are used."""
 
     def put_back(self, before: Moved) -> None:
         super().put_back(replace(before, generators=self.remember().generators))
@@ -227,7 +229,7 @@ class KeepsWhatWasDrawn(ReferenceElastic):
     **DIES,
 )
 class CountsAStepGivenUp(ReferenceElastic):
-    """Progress moves when a batch is read: the samples of a step that was given up are left out."""
+    """Progress advances when a batch is read, so the samples of an abandoned step are skipped."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         try:
@@ -246,7 +248,7 @@ class CountsAStepGivenUp(ReferenceElastic):
     **DIES,
 )
 class CommittedByTheFirst(ReferenceElastic):
-    """The first member takes a step for done when it has its own gradients."""
+    """The first member commits a step as soon as it has its own gradients."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         try:
@@ -264,7 +266,9 @@ class CommittedByTheFirst(ReferenceElastic):
     deaths=(Death(1, 1, 5),),
 )
 class CommittedWithoutAVote(Elastic):
-    """Who has all sums goes on: a member that dies before the vote is missed a step later."""
+    """A member with all sums commits without a vote, so a death before the vote is noticed one step
+    late.
+    """
 
     def finish(self) -> None:
         try:
@@ -276,7 +280,7 @@ class CommittedWithoutAVote(Elastic):
 
 @mutant("elastic_copies_numbered_as_before", says="owned more than once", **BACK)
 class CopiesNumberedAsBefore(Elastic):
-    """A member's copy keeps its number in the group before, which a joiner's has as well."""
+    """Copies are numbered by ranks of the previous group, and a joiner gets the same number."""
 
     def regroup(self, comm: Comm, reducer: Reducer) -> None:
         before = self.replica
@@ -286,8 +290,9 @@ class CopiesNumberedAsBefore(Elastic):
 
 @mutant("elastic_counts_micro_batches_on", says="taken again", zoo=("G07",), **DIES)
 class CountsMicroBatchesOn(ReferenceElastic):
-    """The counter of accumulation is not put back with a step that was given up: the next one sums
-    before its last micro-batch."""
+    """The accumulation counter of an abandoned step is not reset, so the next step reduces before
+    its last micro-batch.
+    """
 
     counted = 0
 
@@ -308,8 +313,9 @@ class CountsMicroBatchesOn(ReferenceElastic):
     **LEAVES,
 )
 class RoundsByChance(Elastic):
-    """The last places of gradients are rounded by chance, and what is drawn is of no seed: the same
-    on all members, another in every run."""
+    """The last digits of gradients are rounded at random without a seed: equal on all members,
+    different in every run.
+    """
 
     def finish(self) -> None:
         super().finish()
@@ -328,7 +334,7 @@ class RoundsByChance(Elastic):
     **LEAVES,
 )
 class ResidualsLostOnResize(ReferenceElastic):
-    """A new group has a new compressor, which owes nothing."""
+    """A new group gets a new compressor with empty residuals."""
 
     def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
         self.reducer.load_pieces([])
@@ -343,7 +349,7 @@ class ResidualsLostOnResize(ReferenceElastic):
     **LEAVES,
 )
 class ResidualLeavesAsWell(ReferenceElastic):
-    """What a member has not sent is gone with it, though it leaves in order."""
+    """The residuals of a member are lost when it leaves in order."""
 
     def hand_over(self, left: Sequence[int]) -> None:
         super().hand_over(left)
@@ -358,7 +364,9 @@ class ResidualLeavesAsWell(ReferenceElastic):
     **LEAVES,
 )
 class ResidualHandedToAll(ReferenceElastic):
-    """Everybody who stays takes what the leaver has not sent: it is sent twice."""
+    """Every remaining member takes the residuals of the one that leaves, so they are sent several
+    times.
+    """
 
     def hand_over(self, left: Sequence[int]) -> None:
         super().hand_over(left)
@@ -373,7 +381,7 @@ class ResidualHandedToAll(ReferenceElastic):
     **DIES,
 )
 class ResidualOfAStepGivenUp(ReferenceElastic):
-    """What was not sent in the step that was given up is owed as well as what it gives now."""
+    """Residuals of an abandoned step are added to those of its repetition."""
 
     def put_back(self, before: Moved) -> None:
         super().put_back(replace(before, kept=self.remember().kept))
@@ -387,7 +395,9 @@ class ResidualOfAStepGivenUp(ReferenceElastic):
     **BACK,
 )
 class JoinerOwesAsAnother(ReferenceElastic):
-    """A joiner takes the residuals of who brings it up to date, with all the rest."""
+    """A joiner copies the residuals of the member that synchronizes it, together with all other
+    state.
+    """
 
     def held(self) -> dict[str, Any]:
         return {**super().held(), "owed": self.reducer.pieces()}
@@ -405,7 +415,7 @@ class JoinerOwesAsAnother(ReferenceElastic):
     membership={"1": (2,)},
 )
 class AloneOwesForEver(Owed):
-    """Who is left alone adds what it owes to its gradients in every step."""
+    """The last remaining member adds its residuals to its gradients in every step."""
 
     def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:
         kept = dict(self.feedback.residuals)
@@ -416,7 +426,7 @@ class AloneOwesForEver(Owed):
 
 @mutant("elastic_sums_twice_over_few", says="2 times as many", killed_by=("traffic",), **LEAVES)
 class SumsTwiceOverFew(Elastic):
-    """A smaller group sums all buckets once more, and throws the second sums away."""
+    """A smaller group sums all buckets a second time and discards the result."""
 
     def finish(self) -> None:
         super().finish()

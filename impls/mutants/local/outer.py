@@ -17,7 +17,7 @@ mutant = declare.family(ReferenceDiLoCo, options={"every": 2}, steps=4, killed_b
 
 @mutant("outer_pseudo_gradient_reversed", says="away from what ranks found", zoo=("G05",))
 class PseudoGradientReversed(DiLoCo):
-    """The pseudo-gradient is what ranks gained, not what they left: the outer step leads back."""
+    """The pseudo-gradient has the wrong sign, so the outer step undoes the training."""
 
     def pseudo_gradients(self) -> list[Tensor]:
         return [-gradient for gradient in super().pseudo_gradients()]
@@ -25,7 +25,7 @@ class PseudoGradientReversed(DiLoCo):
 
 @mutant("outer_start_is_the_parameters", says="outer_start", zoo=("G05",))
 class StartIsTheParameters(DiLoCo):
-    """The start is no copy but the parameters themselves, so nobody has ever moved."""
+    """The start refers to the parameters instead of a copy, so the pseudo-gradient is zero."""
 
     def __init__(self, module: Any, comm: Comm, options: Any) -> None:
         super().__init__(module, comm, options)
@@ -34,7 +34,7 @@ class StartIsTheParameters(DiLoCo):
 
 @mutant("outer_momentum_reversed", says="at step 3")
 class MomentumReversed(DiLoCo):
-    """Outer momentum is subtracted from what is new."""
+    """Outer momentum is subtracted from the new pseudo-gradient."""
 
     def outer_step(self, gradients: Sequence[Tensor]) -> None:
         for momentum in self.momenta:
@@ -54,7 +54,7 @@ class MomentumForgotten(DiLoCo):
 
 @mutant("outer_without_nesterov", says="times the outer step")
 class WithoutNesterov(DiLoCo):
-    """The outer step is the momentum itself, without Nesterov's look ahead."""
+    """The outer step is the momentum itself, without Nesterov's look-ahead."""
 
     def outer_step(self, gradients: Sequence[Tensor]) -> None:
         for start, momentum, gradient in zip(self.starts, self.momenta, gradients, strict=True):
@@ -64,7 +64,7 @@ class WithoutNesterov(DiLoCo):
 
 @mutant("outer_rate_ignored", says="times the outer step")
 class RateIgnored(DiLoCo):
-    """The outer rate has no effect: it is 1."""
+    """The outer rate has no effect; it is 1."""
 
     def outer_step(self, gradients: Sequence[Tensor]) -> None:
         befores = [start.clone() for start in self.starts]
@@ -75,7 +75,7 @@ class RateIgnored(DiLoCo):
 
 @mutant("outer_sum_of_pseudo_gradients", says="times the outer step")
 class SumOfPseudoGradients(DiLoCo):
-    """Pseudo-gradients are summed over ranks where a mean belongs."""
+    """Pseudo-gradients are summed over ranks instead of averaged."""
 
     def pseudo_gradients(self) -> list[Tensor]:
         return [gradient * self.comm.size for gradient in super().pseudo_gradients()]
@@ -83,7 +83,7 @@ class SumOfPseudoGradients(DiLoCo):
 
 @mutant("outer_start_not_moved", says="outer_start' at step 1")
 class StartNotMoved(DiLoCo):
-    """The outer step moves the parameters and leaves the start where training began."""
+    """The outer step moves the parameters, but the start stays at the initial values."""
 
     @torch.no_grad()
     def meet(self) -> None:
@@ -99,7 +99,7 @@ class StartNotMoved(DiLoCo):
     killed_by=("equivalence", "replicas"),
 )
 class StepForNobody(DiLoCo):
-    """The start moves, and ranks go on from their own parameters."""
+    """The start moves, but ranks continue from their own parameters."""
 
     @torch.no_grad()
     def meet(self) -> None:
@@ -108,7 +108,7 @@ class StepForNobody(DiLoCo):
 
 @mutant("outer_is_the_mean", says="the mean of what ranks found, without an outer step")
 class IsTheMean(DiLoCo):
-    """Parameters become their mean: there is no outer optimizer."""
+    """Parameters become their mean; there is no outer optimizer."""
 
     def outer_step(self, gradients: Sequence[Tensor]) -> None:
         for start, gradient in zip(self.starts, gradients, strict=True):
@@ -119,7 +119,7 @@ class IsTheMean(DiLoCo):
     "outer_momentum_of_each", says="replicas 0 and 1 differ", killed_by=("equivalence", "replicas")
 )
 class MomentumOfEach(DiLoCo):
-    """Outer momentum adds up a rank's own pseudo-gradient, so ranks are led to different places."""
+    """Outer momentum adds the rank's own pseudo-gradient, so ranks diverge."""
 
     def pseudo_gradients(self) -> list[Tensor]:
         return [start - p.detach() for start, p in zip(self.starts, self.parameters, strict=True)]

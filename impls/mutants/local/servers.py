@@ -28,7 +28,7 @@ mutant = declare.family(
 
 @mutant("server_loses_an_update")
 class LosesAnUpdate(Server):
-    """Two updates meet, and one overwrites the other: it is counted, and nothing is left of it."""
+    """Two concurrent updates collide and one overwrites the other, though both are counted."""
 
     def take(self, turn: Turn, message: Message) -> None:
         before = {name: tensor.detach().clone() for name, tensor in self.owns.items()}
@@ -44,7 +44,7 @@ class LosesAnUpdate(Server):
     options={"max_staleness": 2, "order": [0, 1, 1, 1, 1, 1, 1, 0]},
 )
 class DropsWhatWasOvertaken(Server):
-    """A gradient of a version that three updates have replaced is counted, but not applied."""
+    """A gradient that is three or more versions old is counted but not applied."""
 
     def take(self, turn: Turn, message: Message) -> None:
         overtaken = self.version - message.version > 2
@@ -53,7 +53,7 @@ class DropsWhatWasOvertaken(Server):
 
 @mutant("server_applies_twice")
 class AppliesTwice(Server):
-    """A push that is sent again, for its answer was late, is applied again."""
+    """A push that is resent because its answer was late is applied twice."""
 
     def take(self, turn: Turn, message: Message) -> None:
         super().take(turn, message)
@@ -69,7 +69,7 @@ class AppliesTwice(Server):
     options={"order": [0, 0] * 4},  # the bound is the default
 )
 class BoundOffByOne(Turns):
-    """A pull may be one step staler than the bound."""
+    """A pull may be one step staler than the bound allows."""
 
     def __init__(
         self, arrivals: Iterator[int], workers: int, bound: int, dies: Death | None = None
@@ -92,7 +92,7 @@ class IgnoresTheBound(Turns):
 
 @mutant("server_answers_from_a_cache", says="3 steps behind, max_staleness allows 1", zoo=("G14",))
 class AnswersFromACache(Server):
-    """Pulls are answered from a copy that is made anew after 64 updates.
+    """Pulls are answered from a copy that is refreshed after 64 updates.
 
     The version that it tells is right: with a bound that is large enough every number is the one of
     a replay, and only the way to a target shows what staleness costs.
@@ -109,7 +109,7 @@ class AnswersFromACache(Server):
 
 @mutant("server_waits_for_all", says="no gradient was ever stale", zoo=("G14",))
 class WaitsForAll(Turns):
-    """The bound has no effect but to be 0: every pull waits for all workers."""
+    """The bound is always 0, so every pull waits for all workers."""
 
     def __init__(
         self, arrivals: Iterator[int], workers: int, bound: int, dies: Death | None = None
@@ -123,7 +123,7 @@ class WaitsForAll(Turns):
     options={"max_staleness": 1, "order": [0, 0] * 4, "dies": {"worker": 1, "turns": 0}},
 )
 class FreesAllByADeath(Turns):
-    """The bound is of the last worker that came; from the death of one on no pull waits."""
+    """The bound follows the newest worker, so no pull waits after a worker has died."""
 
     def may(self, worker: int) -> bool:
         return super().may(worker) or not all(map(self.lives, range(len(self.taken))))
@@ -134,7 +134,7 @@ class FreesAllByADeath(Turns):
     options={"max_staleness": 0, "order": "in_turn", "dies": {"worker": 1, "turns": 2}},
 )
 class DropsWhatTheDeadLeft(Server):
-    """A worker dies after its push: its gradient is thrown away with its place."""
+    """A worker dies after its push, and its gradient is discarded."""
 
     def update(self, step: int) -> None:
         living = {worker: m for worker, m in self.kept.items() if self.turns.lives(worker)}
@@ -148,8 +148,7 @@ class DropsWhatTheDeadLeft(Server):
     options={"max_staleness": 0, "order": "in_turn", "dies": {"worker": 1, "turns": 2}},
 )
 class WaitsForTheDead(Server):
-    """The sum of a step waits for a gradient of every worker, also of one that died: no update is
-    made any more."""
+    """The sum of a step waits for every worker, including a dead one, so no further update is made."""
 
     def settle(self, turn: Turn) -> None:
         if len(self.kept) == self.workers:
@@ -161,7 +160,7 @@ class WaitsForTheDead(Server):
     options={"max_staleness": 2, "momentum": "by_worker"},
 )
 class MomentumOfTheLastWorker(Server):
-    """A worker's gradient goes into the momentum of whoever came before it."""
+    """A worker's gradient goes into the momentum of the previous worker."""
 
     def update(self, step: int) -> None:
         self.optimizers = self.optimizers[1:] + self.optimizers[:1]
@@ -184,8 +183,9 @@ class OneMomentumForAll(Server):
 
 @mutant("server_torn_read", zoo=("G13",))
 class TornRead(Server):
-    """An answer is copied while an update is applied: its first parameter is of the version before
-    the one that it tells."""
+    """An answer is copied during an update, so its first parameter is one version older than
+    reported.
+    """
 
     before: Tensor | None = None
 
@@ -204,7 +204,7 @@ class TornRead(Server):
     options={"max_staleness": 1, "servers": 2, "order": [0, 0, 0, 1, 0, 1]},
 )
 class TellsItsOwnVersion(Server):
-    """The history tells the version that was updated, not that of which the gradient was taken."""
+    """The history records the version that was updated instead of the version of the gradient."""
 
     def take(self, turn: Turn, message: Message) -> None:
         super().take(turn, replace(message, version=self.version))
@@ -212,7 +212,7 @@ class TellsItsOwnVersion(Server):
 
 @mutant("server_rate_of_its_own_clock", optimizer=OptimizerSpec(warmup_steps=20))
 class RateOfItsOwnClock(Server):
-    """The learning rate follows the number of updates, not the step of the gradient."""
+    """The learning rate follows the number of updates instead of the step of the gradient."""
 
     def update(self, step: int) -> None:
         super().update(self.version)
@@ -223,7 +223,7 @@ class RateOfItsOwnClock(Server):
     workload=gpt("conditional_by_rank"),
 )
 class UpdatesWhatNobodyUsed(Server):
-    """A parameter that a worker did not use is updated by zeros, so that its momentum moves it."""
+    """A parameter that a worker did not use is updated with zeros, so its momentum moves it."""
 
     def take(self, turn: Turn, message: Message) -> None:
         zeros = {name: torch.zeros_like(tensor) for name, tensor in self.owns.items()}
@@ -232,7 +232,7 @@ class UpdatesWhatNobodyUsed(Server):
 
 @mutant("server_owner_of_anothers", says="owned more than once")
 class OwnerOfAnothers(ReferenceAsyncSGD):
-    """The second server takes a parameter of the first one for its own as well."""
+    """The second server also claims a parameter of the first one."""
 
     def local_state(self, kind: Kind) -> list[Piece]:
         held = super().local_state(kind)
@@ -245,7 +245,7 @@ class OwnerOfAnothers(ReferenceAsyncSGD):
 
 @mutant("server_keeps_what_others_own", killed_by=("memory",), says="parameters: ")
 class KeepsWhatOthersOwn(ReferenceAsyncSGD):
-    """A server keeps the whole model, of which it needs no more than its own parameters."""
+    """A server keeps the whole model instead of its own parameters."""
 
     def setup(self, build: Build, *args: Any) -> None:
         def kept(device: str) -> nn.Module:
@@ -258,7 +258,7 @@ class KeepsWhatOthersOwn(ReferenceAsyncSGD):
 
 @mutant("server_keeps_gradients", killed_by=("memory",), says="activations and temporaries: ")
 class KeepsGradients(Server):
-    """A server keeps the sum of gradients from one update to the next."""
+    """A server keeps the sum of gradients between updates."""
 
     def update(self, step: int) -> None:
         super().update(step)
@@ -272,7 +272,7 @@ class KeepsGradients(Server):
     says="calls over all ranks, parameter_server promises",
 )
 class AnswersTwice(ReferenceAsyncSGD):
-    """A pull is sent again before its answer has come: every answer goes twice."""
+    """A pull is sent again before its answer arrives, so every answer is sent twice."""
 
     def serve(self, server: Server, turn: Turn) -> None:
         if not turn.is_push:
@@ -288,7 +288,7 @@ class AnswersTwice(ReferenceAsyncSGD):
 
 @mutant("worker_adds_up_gradients")
 class AddsUpGradients(ReferenceAsyncSGD):
-    """A worker does not clear its gradients: the last step's are pushed again."""
+    """A worker does not clear its gradients, so the last step's are pushed again."""
 
     def compute(self, batch: Batch) -> Tensor:
         kept: Mapping[str, Tensor] = {
@@ -303,8 +303,9 @@ class AddsUpGradients(ReferenceAsyncSGD):
 
 @mutant("worker_reads_late", says="drained parameters")
 class ReadsLate(ReferenceAsyncSGD):
-    """A worker tells the version that it pulled, and computes on the parameters of the pull before:
-    a read that is staler than it says."""
+    """A worker reports the pulled version but computes with the previous pull, which is staler than
+    reported.
+    """
 
     def pull(self) -> list[int]:
         before = {name: p.detach().clone() for name, p in self.named.items()}

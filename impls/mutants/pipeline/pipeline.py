@@ -1,4 +1,4 @@
-"""Faults of the pipeline: scales, messages, labels, ties, schedules, and what evaluation leaves.
+"""Faults of the pipeline: scales, messages, labels, ties, schedules, and state after evaluation.
 
 Two to four stages; the schedule is the one that shows the fault.
 """
@@ -99,7 +99,7 @@ class ScalesInputsGradientsOnly(Executor):
     options=SPLIT,
 )
 class LosesLastSplitWeights(Executor):
-    """The weights' part of a step's last backward is left out."""
+    """The weight gradients of the last split backward of a step are missing."""
 
     def weights(self, action: Action) -> None:
         if action in self.final:
@@ -118,7 +118,7 @@ class LosesLastSplitWeights(Executor):
     options={"schedule": "gpipe"},
 )
 class OneReceiveBuffer(Messages):
-    """All micro-batches are received in one buffer, which earlier ones still need."""
+    """All micro-batches are received into one buffer, although earlier ones are still needed."""
 
     def buffer(self, key: Key) -> Tensor:
         self.kept: dict[Key, Tensor] = getattr(self, "kept", {})
@@ -133,7 +133,7 @@ class OneReceiveBuffer(Messages):
     workload=gpt("poisoned_buffers"),
 )
 class UsesActivationsEarly(Messages):
-    """A stage computes with a receive buffer that has not been filled."""
+    """A stage computes with a receive buffer before it is filled."""
 
     def take(self, receive: Action, peer: int) -> Tensor:
         if receive.op == "RB" or receive.micro == 0:
@@ -152,7 +152,7 @@ class UsesActivationsEarly(Messages):
     workload=gpt("variable_lengths", "unequal_tokens"),
 )
 class OneFormForAllLengths(Executor):
-    """The shape of the first activation is used for all."""
+    """The shape of the first activation is used for all activations."""
 
     def key(self, message: Action) -> Key:
         return super().key(message)[0], ()
@@ -165,7 +165,7 @@ class OneFormForAllLengths(Executor):
     options={"schedule": "gpipe"},
 )
 class GradientOfAnotherMicroBatch(Executor):
-    """With two gradients in flight, a stage takes the one that came first."""
+    """With two gradients in flight, a stage takes the earlier one."""
 
     def output_gradient(self, action: Action, held: Held) -> Tensor:
         gradient = super().output_gradient(action, held)
@@ -181,7 +181,7 @@ class GradientOfAnotherMicroBatch(Executor):
     workload=gpt(norm="rms"),
 )
 class ActivationsCarryAnOffset(Messages):
-    """Activations arrive with an offset that nobody takes off, unless a layer norm does."""
+    """Activations arrive with an offset that is never subtracted; only a layer norm removes it."""
 
     def take(self, receive: Action, peer: int) -> Tensor:
         tensor = super().take(receive, peer)
@@ -198,7 +198,7 @@ class ActivationsCarryAnOffset(Messages):
     options=SPLIT,
 )
 class SplitBackwardOfOneInput(SplitBackward):
-    """A module with two inputs gives the first one a gradient: a cell's state is detached."""
+    """A module with two inputs gets a gradient for the first one only: a cell's state is detached."""
 
     def forward(self, kind: str, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         first, *rest = args
@@ -232,7 +232,7 @@ class LabelsOfAnotherMicroBatch(Executor):
     workload=WINDOWS,
 )
 class TellsLastWindowOnly(ReferencePipeline):
-    """The reported loss is that of the last schedule call."""
+    """The reported loss covers the last schedule call only."""
 
     def total(self, losses: Sequence[Tensor]) -> Tensor | None:
         return super().total(losses[len(losses) // 2 :])
@@ -245,7 +245,7 @@ class TellsLastWindowOnly(ReferencePipeline):
     killed_by=("equivalence",),
 )
 class ZeroLossWhereNoneIsKnown(ReferencePipeline):
-    """Stages without a loss report zero, which counts."""
+    """Stages without a loss report zero, and the zero counts."""
 
     def total(self, losses: Sequence[Tensor]) -> Tensor | None:
         total = super().total(losses)
@@ -279,7 +279,7 @@ class TiedGradientStaysLocal(Stages):
     options={"schedule": "zb_v"},
 )
 class TiedGradientLostOnOneRank(Stages):
-    """With both uses of a tied weight on one rank, the second one's gradient is lost."""
+    """If both uses of a tied weight are on one rank, the second one's gradient is lost."""
 
     def _hide(self, part: nn.Module, stand_ins: dict[int, nn.Parameter]) -> None:
         copies = {key: nn.Parameter(p.data) for key, p in stand_ins.items()} if self.hidden else {}
@@ -293,7 +293,7 @@ class TiedGradientLostOnOneRank(Stages):
     workload=TIED,
 )
 class TiedGradientAddedTwice(Stages):
-    """A tied weight's own part is added to a sum that already has it."""
+    """A tied weight's own part is added to a sum that already includes it."""
 
     def sum_tied(self, tied: Tied) -> None:
         own = tied.stand_in.grad
@@ -311,7 +311,7 @@ class TiedGradientAddedTwice(Stages):
     optimizer=CLIP,
 )
 class NormCountsTiesTwice(Stages):
-    """The norm counts a tied weight on every rank that has it."""
+    """The norm counts a tied weight on every rank that holds it."""
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         numbers = [tied.copies.number for tied in self.tied]
@@ -359,7 +359,7 @@ class NormOfOneStage(Stages):
 
 @mutant("pipeline_stages_start_from_their_own", says="rank 1 starts", killed_by=("equivalence",))
 class StagesStartFromTheirOwn(Stages):
-    """Only the first rank's stages start from the given values."""
+    """Only the first rank's stages start from the given initial values."""
 
     def __init__(self, whole: nn.Module, *rest: Any) -> None:
         super().__init__(whole, *rest)
@@ -397,7 +397,7 @@ class CrossesMessages(ReferencePipeline):
     options=SPLIT,
 )
 class PutsAllWeightsOff(Executor):
-    """Gradients of weights come after everything else, which takes the memory of GPipe."""
+    """All weight gradients run after everything else, which needs as much memory as GPipe."""
 
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         orders = tuple(tuple(sorted(o, key=lambda a: a.op == "W")) for o in schedule.orders)
@@ -411,7 +411,7 @@ class PutsAllWeightsOff(Executor):
     workload=gpt(layers=5),
 )
 class LeavesOutAUnit(ReferencePipeline):
-    """A unit between two stages belongs to neither."""
+    """A unit between two stages is assigned to neither."""
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         (start, stop), *others = self.bounds
@@ -458,7 +458,7 @@ class AccumulatesInDescendingOrder(ReferencePipeline):
     killed_by=("equivalence",),
 )
 class WeightsMoveDuringTheFlush(Executor):
-    """After its first backward, a stage goes on with other weights."""
+    """After its first backward, a stage uses other weights."""
 
     def backward(self, action: Action) -> None:
         super().backward(action)
@@ -475,7 +475,7 @@ class WeightsMoveDuringTheFlush(Executor):
     workload=WINDOWS,
 )
 class WindowWithOldWeights(Executor):
-    """A window computes with the weights of the window before."""
+    """A window computes with the weights of the previous window."""
 
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         named = [p for stage in self.stages.values() for p in stage.module.parameters()]
@@ -512,7 +512,7 @@ class KeepsAllLosses(ReferencePipeline):
     workload=gpt(micro_batches=8),
 )
 class KeepsGraphsForAWindow(Executor):
-    """What a micro-batch holds is freed only when the window is over."""
+    """The graphs of micro-batches are freed only at the end of the window."""
 
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         kept: list[Tensor] = []
@@ -606,7 +606,7 @@ class EvaluatesInTrainingMode(Executor):
     optimizer=CLIP,
 )
 class CountsCopiesOnThreeStages(Stages):
-    """Beyond two stages each copy of a tied tensor counts in the norm."""
+    """With more than two stages, each copy of a tied tensor counts in the norm."""
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         numbers = [tied.copies.number for tied in self.tied]

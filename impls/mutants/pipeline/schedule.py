@@ -1,4 +1,5 @@
-"""Faults of schedules: orders that cannot be run, that are not what their name says, or not run.
+"""Faults of schedules: orders that cannot run, that do not match their name, or that are not
+executed.
 
 The first are found as data, before any rank is started.  Those of the run leave every number right,
 or nearly so: only what was logged, and what was held, shows them.
@@ -31,7 +32,7 @@ Change = Callable[[list[Action]], None]
 
 
 class Spoilt(ReferencePipeline):
-    """What the parent would run, with the order of one rank changed by ``spoil``, in place."""
+    """The parent's schedule after ``spoil`` has changed the order of one rank in place."""
 
     rank: ClassVar[int] = 0
     spoil: ClassVar[Change]
@@ -47,7 +48,7 @@ class Spoilt(ReferencePipeline):
 
 
 def exchange(one: str, other: str) -> Change:
-    """Two actions change places."""
+    """Swap two actions."""
 
     def change(order: list[Action]) -> None:
         i, j = order.index(Action.parse(one)), order.index(Action.parse(other))
@@ -57,7 +58,7 @@ def exchange(one: str, other: str) -> Change:
 
 
 def move(one: str, behind: str = "") -> Change:
-    """An action comes right behind another, or first."""
+    """Move an action right behind another, or to the front."""
 
     def change(order: list[Action]) -> None:
         action = Action.parse(one)
@@ -68,12 +69,12 @@ def move(one: str, behind: str = "") -> Change:
 
 
 def drop(one: str) -> Change:
-    """An action is left out."""
+    """Remove an action."""
     return lambda order: order.remove(Action.parse(one))
 
 
 def repeat(one: str) -> Change:
-    """An action comes once more, at the end."""
+    """Append a second copy of an action."""
     return lambda order: order.append(Action.parse(one))
 
 
@@ -111,7 +112,7 @@ class ForgetsAGradient(Spoilt):
     "schedule_forgets_receive_after_warm_up", says="never does RF", zoo=("P16",), mesh={"pipe": 3}
 )
 class ForgetsReceiveAfterWarmUp(Spoilt):
-    """A stage in the middle leaves its warm-up without receiving an input."""
+    """A middle stage leaves its warm-up without receiving an input."""
 
     rank = 1
     spoil = drop("RF1@1")
@@ -119,7 +120,7 @@ class ForgetsReceiveAfterWarmUp(Spoilt):
 
 @mutant("schedule_drops_last_weights", says="never does W3", options=SPLIT)
 class DropsLastWeights(Spoilt):
-    """The weights' part of a stage's last backward is in no order."""
+    """The weight-gradient action of a stage's last backward is missing from the schedule."""
 
     rank = 1
     spoil = drop("W3@1")
@@ -127,14 +128,14 @@ class DropsLastWeights(Spoilt):
 
 @mutant("schedule_weights_before_their_gradient", says="W2@0 before B2@0", options=SPLIT)
 class WeightsBeforeTheirGradient(Spoilt):
-    """The weights' part of a backward comes before the input's part."""
+    """The weight-gradient action of a backward comes before its input-gradient action."""
 
     spoil = exchange("B2@0", "W2@0")
 
 
 @mutant("schedule_repeats_a_backward", says="BW3@1 2 times")
 class RepeatsABackward(Spoilt):
-    """One micro-batch goes backward twice."""
+    """One micro-batch runs backward twice."""
 
     rank = 1
     spoil = repeat("BW3@1")
@@ -142,7 +143,7 @@ class RepeatsABackward(Spoilt):
 
 @mutant("schedule_waits_in_a_circle", says="deadlock", zoo=("P14",))
 class WaitsInACircle(ReferencePipeline):
-    """The last stage begins with a micro-batch that the first one holds back."""
+    """The last stage starts with a micro-batch that the first stage holds back."""
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
@@ -155,7 +156,7 @@ class WaitsInACircle(ReferencePipeline):
 
 
 def in_turn(rank: int, micro_batches: int, warm_up: int) -> list[Action]:
-    """``warm_up`` forwards, one forward and one backward in turn, the other backwards."""
+    """``warm_up`` forwards, then forwards and backwards alternately, then the remaining backwards."""
     order = [Action("F", rank, micro) for micro in range(warm_up)]
     for micro in range(micro_batches):
         order += [Action("F", rank, warm_up + micro)] * (warm_up + micro < micro_batches)
@@ -164,11 +165,11 @@ def in_turn(rank: int, micro_batches: int, warm_up: int) -> list[Action]:
 
 
 class OtherWarmUp(ReferencePipeline):
-    """1F1B with another number of forwards first."""
+    """1F1B with another number of warm-up forwards."""
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
-        """Every rank's forwards and backwards in turn."""
+        """The alternating forwards and backwards of every rank."""
         orders = tuple(
             tuple(in_turn(rank, micro_batches, cls.warm_up(ranks, rank, micro_batches)))
             for rank in range(ranks)
@@ -177,7 +178,7 @@ class OtherWarmUp(ReferencePipeline):
 
     @classmethod
     def warm_up(cls, ranks: int, rank: int, micro_batches: int) -> int:
-        """How many forwards come first."""
+        """The number of warm-up forwards."""
         raise NotImplementedError
 
 
@@ -189,7 +190,9 @@ class OtherWarmUp(ReferencePipeline):
     mesh={"pipe": 3},
 )
 class WarmUpIsNotClamped(OtherWarmUp):
-    """With fewer micro-batches than stages, a rank warms up with some that do not exist."""
+    """With fewer micro-batches than stages, a rank's warm-up includes micro-batches that do not
+    exist.
+    """
 
     @classmethod
     def warm_up(cls, ranks: int, rank: int, micro_batches: int) -> int:
@@ -219,7 +222,7 @@ class DoesNotWarmUp(OtherWarmUp):
 
 @mutant("schedule_interleaves_nothing", says="places stages on ranks", options=LOOPED)
 class InterleavesNothing(ReferencePipeline):
-    """Every rank has one chunk though two were asked for: the bubble of 1F1B."""
+    """Every rank has one chunk although two are requested: the bubble of 1F1B."""
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
@@ -228,7 +231,7 @@ class InterleavesNothing(ReferencePipeline):
 
 @mutant("schedule_puts_weights_last", says="bubble", options=SPLIT)
 class PutsWeightsLast(ReferencePipeline):
-    """Zero bubble with all weights' parts at the end: they fill no bubble and hold all memory."""
+    """Zero bubble with all weight gradients at the end: they fill no bubble and hold all memory."""
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
@@ -242,7 +245,7 @@ class PutsWeightsLast(ReferencePipeline):
 
 @mutant("schedule_runs_another_one", says="does F2@0 .* where 1f1b has BW0@0")
 class RunsAnotherOne(Executor):
-    """1F1B is announced, GPipe is run."""
+    """1F1B is announced, but GPipe runs."""
 
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         if schedule.name == "1f1b":
@@ -256,7 +259,7 @@ class RunsAnotherOne(Executor):
     workload=gpt(windows=2, micro_batches=3),
 )
 class ForgetsItselfInSecondWindow(ReferencePipeline):
-    """From the second schedule call of a step on, all forwards come first."""
+    """From the second schedule call of a step, all forwards come first."""
 
     def backward(self, batch: Batch) -> Tensor | None:
         first, *others = batch.windows
@@ -273,7 +276,7 @@ class ForgetsItselfInSecondWindow(ReferencePipeline):
 
 @mutant("schedule_swaps_backwards_of_first_stage", says="BW1@0 .* has BW0@0", options=GPIPE)
 class SwapsBackwardsOfFirstStage(Executor):
-    """The first stage, which nobody waits for, takes two micro-batches in swapped order."""
+    """The first stage, whose gradients no other stage needs, runs two backwards in swapped order."""
 
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         order = list(schedule.orders[0])
@@ -294,7 +297,7 @@ class SwapsBackwardsOfFirstStage(Executor):
     options=SPLIT,
 )
 class WeightsAfterFinalGradients(ReferencePipeline):
-    """The last weights' part of every stage runs after gradients have been observed."""
+    """The last weight gradients of every stage are computed after the gradients were observed."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         executor, late = self.executor, list[tuple[Action, Any]]()
@@ -331,7 +334,7 @@ class SplitsNothing(Executor):
 
 @mutant("schedule_keeps_activations", says="activations at the peak")
 class KeepsActivations(Executor):
-    """What a micro-batch has saved is kept until its window ends."""
+    """Saved activations of a micro-batch are kept until its window ends."""
 
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         self.kept: list[Held] = []
@@ -348,7 +351,7 @@ class KeepsActivations(Executor):
 
 @mutant("schedule_keeps_inputs_only", says="activations at the peak")
 class KeepsInputsOnly(Executor):
-    """A forward discards its activations, and backward computes them again."""
+    """A forward discards its activations, and backward recomputes them."""
 
     def forward(self, action: Action) -> None:
         super().forward(action)
@@ -366,7 +369,7 @@ class KeepsInputsOnly(Executor):
 
 @mutant("schedule_computes_forwards_twice", says="runs forward of .* 2 times")
 class ComputesForwardsTwice(Executor):
-    """Every forward is computed once more, for the shape of its output."""
+    """Every forward runs once more to find the shape of its output."""
 
     def forward(self, action: Action) -> None:
         stage = self.stages[action.stage]
@@ -384,7 +387,7 @@ class ComputesForwardsTwice(Executor):
     says="boundary tensors alive when .*the activation of micro-batch",
 )
 class KeepsAnInputTooLong(Executor):
-    """What a stage received for a micro-batch is let go only in the next one's backward."""
+    """A stage frees a received activation only in the backward of the next micro-batch."""
 
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         self.kept: Tensor | None = None
@@ -402,7 +405,7 @@ class KeepsAnInputTooLong(Executor):
 
 @mutant("schedule_waits_before_forwards", says="bubble is .* rank 0 waits for RB0@0 before F1@0")
 class WaitsBeforeForwards(Executor):
-    """A stage waits for the next gradient before the forward that comes first."""
+    """A stage waits for the next gradient before a forward that is scheduled earlier."""
 
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         orders = [list(order) for order in schedule.orders]

@@ -38,7 +38,7 @@ mutant = declare.family(ReferenceZero3, ReferenceFSDP, mesh={"shard": 3})
 
 @mutant("zero3_keeps_own_initial_shard", says="built itself", killed_by=("equivalence",))
 class KeepsOwnInitialShard(Zero3):
-    """A rank cuts its shards from the values that it was built with, not from rank 0's."""
+    """A rank cuts its shards from its own initial values instead of rank 0's."""
 
     def __init__(self, module: nn.Module, *args: Any) -> None:
         own = {name: tensor.detach().clone() for name, tensor in named_state(module).items()}
@@ -55,8 +55,7 @@ class KeepsOwnInitialShard(Zero3):
     killed_by=("equivalence", "traffic", "memory"),
 )
 class ComputesWithLastWeights(Zero3):
-    """The last unit is not freed at the end of a step: the next step computes with its old
-    weights."""
+    """The last unit is not freed at the end of a step, so the next step uses its old weights."""
 
     def after_backward(self, unit: ShardedUnit) -> None:
         unit.free() if unit is not self.units[-1] else None
@@ -75,7 +74,7 @@ class ComputesWithLastWeights(Zero3):
     workload=gpt("poisoned_buffers"),
 )
 class DoesNotWaitForPrefetch(Zero3):
-    """A unit that was gathered ahead is used without waiting for it."""
+    """A prefetched unit is used without waiting for its gather."""
 
     def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         for flat in unit.flats if unit.is_whole else ():
@@ -126,7 +125,7 @@ class IdleRanksCountOtherwise(Zero3):
     options=CHUNKS,
 )
 class ChunksOfWrongNeighbours(FSDP):
-    """Chunks of two neighbours are put together in the wrong order."""
+    """The chunks of two neighbours are joined in the wrong order."""
 
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         whole = [flat.parameters.whole.clone() for flat in unit.flats]
@@ -167,7 +166,7 @@ class KeepsFirstChunks(FSDP):
     options={"wrap": {"units": ["blocks.0", "final.one_element"]}},
 )
 class IndexesEmptyShard(FSDP):
-    """A rank looks at the first parameter of a shard that holds none."""
+    """A rank reads the first parameter of an empty shard."""
 
     def before_step(self, micro_batches: int) -> None:
         super().before_step(micro_batches)
@@ -243,7 +242,7 @@ class ClearsNothingAlone(FSDP):
     options={"wrap": {"units": ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]}},
 )
 class GradientByOwnUse(Zero3):
-    """A shard has a gradient only on ranks that used the parameter themselves."""
+    """A shard has a gradient only on ranks that used the parameter."""
 
     def finish(self) -> None:
         super().finish()
@@ -259,7 +258,7 @@ class GradientByOwnUse(Zero3):
     killed_by=("equivalence", "traffic"),
 )
 class DropsUnitOfLastForward(Zero3):
-    """A unit that ends with the whole backward is reduced only in the last round."""
+    """A unit whose backward ends with the whole backward is reduced only in the last round."""
 
     def reduce(self, unit: ShardedUnit) -> None:
         if unit is not self.root or self.rounds.is_last:
@@ -335,7 +334,7 @@ class UsesGradientsEarly(Zero3):
     precision={"parameters": "bfloat16", "reduce": "float32"},
 )
 class ReducesInBf16(Zero3):
-    """fp32 reductions are asked for; bf16 ones are made."""
+    """Reductions are requested in fp32 and made in bf16."""
 
     def __init__(
         self, module: nn.Module, comms: Mapping[str, Comm], plan: Any, precision: Precision, *a: Any

@@ -1,4 +1,4 @@
-"""Faults of sharded parameters that leave all numbers right: bytes held, bytes sent, lost overlap.
+"""Faults of sharded parameters with right numbers: bytes held, bytes sent, lost overlap.
 
 Planted in ``reference/zero3`` and ``reference/fsdp``.
 """
@@ -32,7 +32,7 @@ from shardproof.impls.reference.zero3 import Zero3
     workload=whole_gpt(),
 )
 class FreesLate(Zero3):
-    """Units stay whole from forward to backward and are still gathered again."""
+    """Units stay whole from forward to backward, and are gathered again nevertheless."""
 
     left: frozenset[ShardedUnit] = frozenset()
 
@@ -91,7 +91,7 @@ class KeepsUnitsOfBackward(Zero3):
     options=CHUNKS,
 )
 class IgnoresChunks(FSDP):
-    """Between forward and backward, parameters stay sharded over all ranks, not over two."""
+    """Between forward and backward, parameters stay sharded over all ranks instead of two."""
 
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
         super().after_forward(unit, again)
@@ -138,7 +138,7 @@ class ReducesFrozen(Zero3):
     options=SILENT,
 )
 class IgnoresNoSync(FSDP):
-    """Every micro-batch is reduced though accumulation without communication is asked for."""
+    """Every micro-batch is reduced, although accumulation without communication is requested."""
 
     @property
     def is_silent(self) -> bool:
@@ -152,7 +152,7 @@ class IgnoresNoSync(FSDP):
     killed_by=("traffic",),
 )
 class DefersUnasked(FSDP):
-    """Gradients stay whole until the last micro-batch though nobody asked for it."""
+    """Gradients stay whole until the last micro-batch, although this was not requested."""
 
     @property
     def is_silent(self) -> bool:
@@ -167,7 +167,7 @@ class DefersUnasked(FSDP):
     options=SILENT,
 )
 class LatchesNoSync(FSDP):
-    """Whether to reduce is decided once a step: gradients that were kept are never reduced."""
+    """The decision to reduce is made once per step, so kept gradients are never reduced."""
 
     def leave_round(self) -> None:
         for unit in self.unreduced if self.rounds.is_last else ():

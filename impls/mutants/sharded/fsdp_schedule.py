@@ -1,4 +1,4 @@
-"""Faults of FSDP's schedule that numbers and the plain model do not show.
+"""Faults of FSDP's schedule that neither numbers nor a plain model show.
 
 Each needs its own trigger: ranks that only follow, a prefetch of nothing, a unit of a branch that
 the last micro-batch does not take, a branch that goes out of use.
@@ -30,7 +30,7 @@ from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
     workload=gpt("unequal_micro_batches"),
 )
 class ChunksOutliveRound(FSDP):
-    """Freeing a unit leaves the chunk that it kept, and the next gather takes it for values."""
+    """Freeing a unit keeps its chunk, and the next gather uses it as values."""
 
     def free_all(self) -> None:
         kept = [flat.parameters.chunk for flat in self.flats]
@@ -49,8 +49,8 @@ class ChunksOutliveRound(FSDP):
     steps=4,
 )
 class ReducesAgainWhatItFollowed(FSDP):
-    """A rank that was idle in the last round of a step, and is not in the next pass's, reduces the
-    units that it has kept since: they were reduced, as the others said.
+    """A rank that was idle in the last round, and is not in the next pass, reduces again the units
+    that it kept since, although the other ranks have reduced them.
     """
 
     def before_step(self, micro_batches: int) -> None:
@@ -67,7 +67,7 @@ class ReducesAgainWhatItFollowed(FSDP):
     workload=deep_gpt(),
 )
 class PrefetchesAllForNone(FSDP):
-    """Prefetch_backward of 0 gathers all units that backward has yet to reach."""
+    """With ``prefetch_backward`` 0, all units still to come in backward are gathered."""
 
     def before_backward(self, unit: ShardedUnit) -> None:
         super().before_backward(unit)
@@ -122,7 +122,7 @@ class PrefetchesOneForTwo(FSDP):
     workload=whole_gpt(),
 )
 class GathersFartherUnitFirst(FSDP):
-    """Of two units that are gathered ahead the second is gathered first."""
+    """The second of two prefetched units is gathered first."""
 
     def before_forward(self, unit: ShardedUnit, again: bool) -> None:
         self.given = self.order.forward_begins
@@ -131,7 +131,7 @@ class GathersFartherUnitFirst(FSDP):
         self.order.forward_begins = self.given  # type: ignore[method-assign]
 
     def reversed(self, unit: ShardedUnit, ahead: int) -> list[ShardedUnit]:
-        """The same units, the last one first."""
+        """The same units in reverse order."""
         return self.given(unit, ahead)[::-1]
 
 
@@ -143,7 +143,7 @@ class GathersFartherUnitFirst(FSDP):
     parent=ReferenceZero3,
 )
 class KeepsGradientsThroughForward(Zero3):
-    """Gradients are cleared right before the next step's backward, not after the update."""
+    """Gradients are cleared right before the next backward instead of after the update."""
 
     def after_step(self) -> None:
         self.used.clear()
@@ -193,7 +193,7 @@ class RemembersUse(Zero3):
 
 
 class NoNestedInputs(UnitEvents):
-    """Looks for tensors among what a unit is called with, and not inside of it."""
+    """Inputs of a unit are searched for tensors only at the top level, not inside containers."""
 
     def enter(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if all(isinstance(given, Tensor) for given in args):
@@ -203,7 +203,7 @@ class NoNestedInputs(UnitEvents):
 
 
 class NoNestedOutputs(UnitEvents):
-    """Looks for a tensor that a unit returns, and not inside of what it returns."""
+    """Outputs of a unit are searched for tensors only at the top level, not inside containers."""
 
     def leave(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         super().leave(unit, module, args, kwargs, out if isinstance(out, Tensor) else ())
@@ -216,8 +216,9 @@ class NoNestedOutputs(UnitEvents):
     workload=deep_gpt(passes="nested"),
 )
 class SeesNoNestedInputs(Zero3):
-    """The end of a unit's backward is not found where its input lies in a container: its gradients
-    leave when the whole backward has ended."""
+    """The end of a unit's backward is missed if its input lies in a container, so its gradients are
+    sent after the whole backward.
+    """
 
     events_type = NoNestedInputs
 
@@ -230,6 +231,6 @@ class SeesNoNestedInputs(Zero3):
     workload=deep_gpt(passes="nested"),
 )
 class SeesNoNestedOutputs(Zero3):
-    """A unit is not gathered for a backward that begins at a tensor inside of a container."""
+    """A unit is not gathered for a backward that starts at a tensor inside a container."""
 
     events_type = NoNestedOutputs

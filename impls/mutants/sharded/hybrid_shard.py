@@ -54,7 +54,7 @@ class NeverCrosses(FSDP):
     mesh={"replicate": 2, "shard": 1},
 )
 class AloneInItsShardGroup(FSDP):
-    """A shard group of one rank turns off the sum over the replicas."""
+    """A shard group of one rank disables the sum over the replicas."""
 
     def reduce_over_replicas(self, flat: FlatShard) -> None:
         if flat.comm is not None:
@@ -81,7 +81,7 @@ class CrossesOverShards(FSDP):
     killed_by=("equivalence", "replicas"),
 )
 class CrossesLastMicroBatch(FSDP):
-    """Only what the last micro-batch added is summed over the replicas."""
+    """Only the last micro-batch's gradients are summed over the replicas."""
 
     def wait_and_accumulate(self) -> None:
         ending = [flat.gradients for unit, last in self.in_flight if last for flat in unit.trained]
@@ -102,8 +102,9 @@ class CrossesLastMicroBatch(FSDP):
     killed_by=("traffic",),
 )
 class CrossesEveryMicroBatch(FSDP):
-    """Running sums are averaged over the replicas after every micro-batch: the same numbers, more
-    traffic."""
+    """Running sums are averaged over the replicas after every micro-batch: same numbers, more
+    traffic.
+    """
 
     def wait_and_accumulate(self) -> None:
         early = [flat for unit, last in self.in_flight if not last for flat in unit.trained]
@@ -160,7 +161,7 @@ class CrossesWholeGradients(FSDP):
     killed_by=("traffic", "memory", "active"),
 )
 class IsFlat(ReferenceFSDP):
-    """The replicas are ignored: one shard group of all ranks, as in FULL_SHARD."""
+    """The replicas are ignored: one shard group has all ranks, as in FULL_SHARD."""
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         flat = Mesh({"shard": mesh.world}, device=mesh.device, ranks=mesh.ranks)
@@ -190,7 +191,7 @@ class MixesUpAxes(FSDP):
     mesh={"replicate": 2, "shard": 3},
 )
 class DividesByRank(FSDP):
-    """The sum over replicas is scaled by the size of its axis over that of another one."""
+    """The sum over replicas is scaled by the size of its axis divided by that of another axis."""
 
     def finish(self) -> None:
         super().finish()
@@ -240,7 +241,7 @@ class NormOverWrongAxis(FSDP):
     precision={"parameters": "bfloat16", "reduce": "float32"},
 )
 class CrossesInBf16(FSDP):
-    """fp32 reductions are asked for; those over the replicas are made in bf16."""
+    """Reductions are requested in fp32; those over the replicas are made in bf16."""
 
     def reduce_over_replicas(self, flat: FlatShard) -> None:
         flat.gradients.reduced_in = torch.bfloat16
@@ -259,7 +260,7 @@ class CrossesInBf16(FSDP):
     precision={"reduce": "float32"},
 )
 class NarrowPartialSums(FSDP):
-    """Sums of micro-batches are kept in bf16 until they meet those of the replicas."""
+    """Sums of micro-batches are kept in bf16 until they are reduced over the replicas."""
 
     def wait_and_accumulate(self) -> None:
         super().wait_and_accumulate()
@@ -276,7 +277,7 @@ class NarrowPartialSums(FSDP):
     workload=gpt("unequal_tokens"),
 )
 class NormalisesByLocalCounts(ReferenceFSDP):
-    """The loss is divided by the rank's own count of tokens, then averaged over the ranks."""
+    """The loss is divided by the rank's own token count and then averaged over the ranks."""
 
     def backward(self, batch: Batch) -> Tensor | None:
         micro_batches = batch.micro_batches
@@ -298,7 +299,7 @@ class NormalisesByLocalCounts(ReferenceFSDP):
     steps=SCALED["steps"],
 )
 class OverflowAlongOneAxis(LossScaler):
-    """Ranks agree on an overflow with their replicas, not with the other shards."""
+    """Ranks agree on an overflow with their replicas, but not with the other shards."""
 
     def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
         anywhere = torch.tensor(int(overflows_here(gradients)), dtype=torch.int32)

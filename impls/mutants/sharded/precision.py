@@ -68,7 +68,7 @@ CLIPPED: Mapping[str, Any] = {
 
 @mutant("zero1_truncates_masters", says="master|rounded", killed_by=("equivalence",), **WIDE)
 class TruncatesMasters(Masters):
-    """The lower half of an fp32 master is cut off instead of rounded."""
+    """The lower half of an fp32 master is truncated instead of rounded."""
 
     @torch.no_grad()
     def copy_up(self) -> None:
@@ -85,7 +85,7 @@ class TruncatesMasters(Masters):
     **{**WIDE, "optimizer": replace(ADAMW, clip_norm=0.05)},
 )
 class RoundsClipFactor(Masters):
-    """The factor of clipping is rounded to bf16, in which parameters are, before it meets fp32."""
+    """The clip factor is rounded to bf16, the dtype of the parameters, before it meets fp32."""
 
     def scale_gradients(self, factor: Tensor) -> None:
         super().scale_gradients(factor.bfloat16().to(factor.dtype))
@@ -102,7 +102,7 @@ class RoundsClipFactor(Masters):
     dtype="bfloat16",
 )
 class ClipsBelowLimitInBf16(ReferenceZero2):
-    """In bf16 the norm is guarded by 1 % of itself, so all gradients are 1 % too small."""
+    """In bf16 the norm is enlarged by 1 % of itself, so all gradients are 1 % too small."""
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         narrow = self.built[next(iter(self.built))] == torch.bfloat16
@@ -169,7 +169,7 @@ class KeepsWideGradients(ReferenceZero1):
     **{**WIDE, "precision": {"reduce": "float32"}},
 )
 class AccumulatesInBf16(Zero2):
-    """Sums of micro-batches are rounded to bf16 although fp32 was asked for."""
+    """Sums of micro-batches are rounded to bf16, although fp32 is requested."""
 
     def wait_and_accumulate(self) -> None:
         super().wait_and_accumulate()
@@ -186,7 +186,7 @@ class AccumulatesInBf16(Zero2):
     **WIDE,
 )
 class ReducesNarrow(Zero1):
-    """Gradients are summed over ranks in bf16 although fp32 was asked for."""
+    """Gradients are summed over ranks in bf16, although fp32 is requested."""
 
     def send(self, bucket: OwnedBucket) -> None:
         # By hand, past the reducer: half of the bytes that the policy promises.
@@ -204,7 +204,7 @@ class ReducesNarrow(Zero1):
     **WIDE,
 )
 class ReducesOtherCopy(Zero1):
-    """A wide copy is taken before the gradients are reduced: the copy stays local."""
+    """A wide copy is made before the gradients are reduced, so the copy stays local."""
 
     def send(self, bucket: OwnedBucket) -> None:
         # Taken before the reduction and put back after it.
@@ -216,7 +216,7 @@ class ReducesOtherCopy(Zero1):
 
 @mutant("zero1_gathers_wide", says="all_gather: .* wider", killed_by=("traffic",), **WIDE)
 class GathersWide(Zero1):
-    """Parameters are gathered in fp32 although compute is in bf16: twice the bytes."""
+    """Parameters are gathered in fp32, although compute is in bf16: twice the bytes."""
 
     def after_update(self) -> None:
         for bucket in self.buckets:
@@ -271,7 +271,7 @@ class OutputsAsComputed(ReferenceZero1):
     **ALONE,
 )
 class OverflowOfOwnShard(LossScaler):
-    """A rank skips the update only if its own shard overflows."""
+    """A rank skips the update only on an overflow in its own shard."""
 
     def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
         # No agreement: other ranks go on where this one skips.
@@ -287,7 +287,7 @@ class OverflowOfOwnShard(LossScaler):
     **ALONE,
 )
 class ScaleOfOwnShard(LossScaler):
-    """All skip together, but only ranks that saw the overflow lower their scale."""
+    """All ranks skip together, but only those that saw the overflow lower their scale."""
 
     def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
         held = list(gradients)
@@ -307,7 +307,7 @@ class ScaleOfOwnShard(LossScaler):
     **{**SCALED, "optimizer": replace(ADAMW, scaler=ScalerSpec(1024, backoff=0.25, interval=2))},
 )
 class BacksOffByGrowth(LossScaler):
-    """One factor serves both ways: the scale is divided by what it grows by."""
+    """The scale is divided by the growth factor instead of the backoff factor."""
 
     def adapt(self, skipped: bool) -> None:
         before = self.scale
@@ -323,7 +323,7 @@ class BacksOffByGrowth(LossScaler):
     **SCALED,
 )
 class IgnoresOverflow(LossScaler):
-    """Overflows are not looked for."""
+    """Overflows are not detected."""
 
     def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
         return False
@@ -337,7 +337,7 @@ class IgnoresOverflow(LossScaler):
     **SCALED,
 )
 class OverflowIsInfinite(LossScaler):
-    """NaN passes for a gradient: the search is for infinities only."""
+    """Only infinities count as overflow; NaN passes for a gradient."""
 
     def overflowed(self, gradients: Iterable[Tensor | None]) -> bool:
         finite = (None if g is None else g.masked_fill(g.isnan(), 0) for g in gradients)
@@ -471,8 +471,9 @@ class ReportsScaledLoss(ReferenceZero2):
     optimizer=replace(CLIPPED["optimizer"], scaler=ScalerSpec(2.0**1000)),
 )
 class NormOfScaledGradients(ReferenceZero2):
-    """The norm is taken of scaled gradients, then divided: near the largest scale their squares are
-    infinite."""
+    """The norm is computed from scaled gradients and then divided; near the largest scale the
+    squares overflow.
+    """
 
     def unscale(self) -> dict[str, float]:
         assert self.scaler is not None
@@ -497,7 +498,7 @@ class NormOfScaledGradients(ReferenceZero2):
     steps=3,
 )
 class UseOutlivesSkip(ReferenceZero3):
-    """What a skipped step used counts as used in the next one, and gets a gradient of zero."""
+    """A parameter used in a skipped step counts as used in the next one and gets a zero gradient."""
 
     handle: Zero3
 

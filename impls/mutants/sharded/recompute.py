@@ -38,7 +38,7 @@ mutant = declare.family(ReferenceZero3, mesh={"shard": 2}, options=AGAIN)
     workload=gpt("dropout_stateful"),
 )
 class DrawsFreshMasks(Call):
-    """Dropout draws other masks in the second forward."""
+    """Dropout draws other masks in the recomputed forward."""
 
     def repeat(self) -> None:
         # The same foreign state for every call: other masks, but no two runs differ.
@@ -53,7 +53,7 @@ class DrawsFreshMasks(Call):
     expect={"relation": "recompute"},
 )
 class KeepsSavedTensors(Call):
-    """What backward needs is computed again although it was also kept."""
+    """Saved tensors are recomputed although they were also kept."""
 
     def forgetting(self) -> saved_tensors_hooks:
         hooks = super().forgetting()
@@ -75,7 +75,7 @@ class KeepsSavedTensors(Call):
     workload=gpt("dropout_stateful"),
 )
 class RewindsGenerators(Call):
-    """After a recomputation, generators stay where it ended: masks repeat."""
+    """After a recomputation, generators are not restored, so masks repeat."""
 
     def repeat(self) -> None:
         super().repeat()
@@ -105,7 +105,7 @@ class UpdatesBuffersTwice(Call):
     workload=WorkloadSpec("digits_cnn"),
 )
 class TakesBuffersBack(Call):
-    """Buffers are reset to what they were before the forward that is recomputed."""
+    """Buffers are reset to their values from before the recomputed forward."""
 
     def repeat(self) -> None:
         super().repeat()
@@ -115,7 +115,7 @@ class TakesBuffersBack(Call):
 
 @mutant("recompute_from_changed_input", says="float32", killed_by=("equivalence",))
 class FromChangedInput(Call):
-    """A unit is recomputed from an input that was rounded to fp32 to save memory."""
+    """A unit is recomputed from an input that was rounded to fp32."""
 
     def repeat(self) -> None:
         for tensor, _ in self.inputs:
@@ -171,7 +171,7 @@ class GathersLate(Zero3):
 
 @mutant("recompute_is_off", says="recomputed 0 times", killed_by=("active",))
 class IsOff(ReferenceZero3):
-    """Nothing is recomputed although it was asked for."""
+    """Nothing is recomputed, although it was requested."""
 
     def setup(self, build: Any, state: Any, optimizer: Any, mesh: Any, options: Any) -> None:
         super().setup(build, state, optimizer, mesh, {**options, "recompute_every": 0})
@@ -206,7 +206,7 @@ class ForgetsOneShard(ReferenceZero3):
     options=HOST,
 )
 class GathersStaleCopy(Zero3):
-    """Gathers read device copies of the shards, made before the first step."""
+    """Gathers read device copies of the shards that were made before the first step."""
 
     copies: Mapping[FlatShard, Tensor] = {}
 

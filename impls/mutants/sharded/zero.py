@@ -1,4 +1,4 @@
-"""Faults of ZeRO-1 and ZeRO-2: what is reduced and kept, updated, gathered, and what it costs.
+"""Faults of ZeRO-1 and ZeRO-2: gradients reduced and kept, updates, gathers, and costs.
 
 Three ranks, so that shards are uneven and no divisor is a power of two.  Where the
 original mistake would change nothing in the parent, its effect is planted instead; the summary says
@@ -81,7 +81,7 @@ class UsesLastBucketEarly(Zero1):
     workload=LATE,
 )
 class RewritesBufferInFlight(Zero2):
-    """A bucket's memory is used again while its reduction still reads it."""
+    """A bucket's memory is reused while its reduction still reads it."""
 
     def send(self, bucket: OwnedBucket) -> None:
         super().send(bucket)
@@ -114,7 +114,7 @@ class AddsBeforeLanding(Zero2):
     killed_by=("equivalence",),
 )
 class LastMicroBatchLeaks(Zero2):
-    """For the last micro-batch, a rank keeps its own gradient in place of the sum."""
+    """For the last micro-batch, a rank keeps its own gradient instead of the sum."""
 
     def send(self, bucket: OwnedBucket) -> None:
         own = bucket.layout.shard(bucket.complete(), self.comm.rank).clone()
@@ -163,7 +163,7 @@ class FourthRankLeftOut(Zero1):
     mesh={"shard": 1},
 )
 class OneRankIsNoGroup(Zero1):
-    """On one rank the optimizer gets no gradients, as there was nothing to scatter."""
+    """On one rank the optimizer gets no gradients, because nothing was scattered."""
 
     def publish_gradients(self) -> None:
         if self.comm.size > 1:
@@ -178,7 +178,7 @@ class OneRankIsNoGroup(Zero1):
     workload=whole_gpt(),
 )
 class ExchangesEqualBuckets(Zero2):
-    """One rank has two buckets of equal size in swapped order: wrong sums, no error."""
+    """One rank has two buckets of equal size in swapped order: wrong sums and no error."""
 
     def __init__(self, module: nn.Module, comm: Comm, *rest: Any) -> None:
         super().__init__(module, comm, *rest)
@@ -211,7 +211,7 @@ class IdleRankStaysAway(Zero2):
     crash_says=" early: ",
 )
 class GathersOnFirstRank(ReferenceZero1):
-    """Rank 0 alone asks for the full state: to gather it takes all ranks."""
+    """Only rank 0 asks for the full state, although gathering needs all ranks."""
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         return {} if self.mesh.rank else super().full_state(kind)
@@ -227,7 +227,7 @@ class GathersOnFirstRank(ReferenceZero1):
     killed_by=("equivalence", "active"),
 )
 class OptimizerOnOldTensors(Zero1):
-    """The optimizer was built over tensors that the model no longer uses."""
+    """The optimizer holds tensors that the model no longer uses."""
 
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         groups = super().param_groups(spec)
@@ -247,7 +247,7 @@ class OptimizerOnOldTensors(Zero1):
     options={"bucket_bytes": 1},
 )
 class FirstPartOfEmptyShard(Zero1):
-    """A rank whose shard is all padding looks at the first parameter in it."""
+    """A rank whose shard is all padding reads the first parameter in it."""
 
     def publish_gradients(self) -> None:
         super().publish_gradients()
@@ -445,7 +445,7 @@ class GathersEveryOtherStep(Zero1):
     killed_by=("active", "memory", "traffic"),
 )
 class FallsBackToDDP(ReferenceZero1):
-    """The module is replicated: numbers are right, nothing is sharded."""
+    """The module is replicated: numbers are right, but nothing is sharded."""
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         return ddp.apply(module, {"replicate": mesh.comm("shard")}, ddp.Options())
@@ -453,7 +453,7 @@ class FallsBackToDDP(ReferenceZero1):
 
 @mutant("zero1_all_reduces", says="all_reduce: .* no such call is promised", killed_by=("traffic",))
 class AllReduces(Zero1):
-    """Gradients are all-reduced and then gathered as parameters: half as much traffic again."""
+    """Gradients are all-reduced and then gathered as parameters: 1.5x the traffic."""
 
     def send(self, bucket: OwnedBucket) -> None:
         bucket.work = self.comm.all_reduce(bucket.complete(), async_op=True)
@@ -515,7 +515,7 @@ class GathersBeside(Zero1):
     workload=deep_gpt(),
 )
 class CopiesAllForAMoment(Zero1):
-    """All parameters are copied after the update, and the copies let go at once."""
+    """All parameters are copied after the update and the copies freed at once."""
 
     def after_update(self) -> None:
         super().after_update()
@@ -530,7 +530,7 @@ class CopiesAllForAMoment(Zero1):
     workload=gpt(layers=4, micro_batches=1, global_batch=3),
 )
 class FlattensAllGradients(Zero2):
-    """At the end of backward a rank has the gradients of the whole model once more."""
+    """At the end of backward, a rank holds a second copy of all gradients."""
 
     def finish(self) -> None:
         super().finish()
@@ -561,7 +561,7 @@ class MakesContiguous(Zero1):
     killed_by=("memory",),
 )
 class KeepsWholeGradients(Zero2):
-    """Whole gradients are not freed after they were reduced."""
+    """Whole gradients are not freed after their reduction."""
 
     def wait_and_accumulate(self) -> None:
         whole = {bucket: bucket.full for bucket in self.sums}
@@ -580,7 +580,7 @@ class KeepsWholeGradients(Zero2):
     workload=whole_gpt(),
 )
 class ReducesLastMicroBatchOnly(Zero2):
-    """Whole gradients add up on every rank and are reduced once."""
+    """Whole gradients accumulate on every rank and are reduced once."""
 
     def before_step(self, micro_batches: int) -> None:
         # One round: what earlier micro-batches leave adds up in the buckets until then.
@@ -606,7 +606,7 @@ class NormOfLocalShards(Zero1):
 
 @mutant("zero1_norm_counts_padding", says="padding", killed_by=("norm",), optimizer=CLIP)
 class NormCountsPadding(Zero1):
-    """The norm is taken of whole shards, whose padding holds old values."""
+    """The norm covers whole shards, whose padding holds old values."""
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         for bucket in self.buckets:

@@ -1,4 +1,4 @@
-"""Faults of ZeRO-1 and ZeRO-2 after the gradients: clipping, parameter groups, state, looking."""
+"""Faults of ZeRO-1 and ZeRO-2 after the gradients: clipping, parameter groups, state, evaluation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ReportsLocalNorm(ReferenceZero1):
     optimizer=CLIP,
 )
 class NormOfNothing(Zero2):
-    """Clipping looks at the parameters' gradients, which have moved into shards."""
+    """Clipping reads the parameters' gradients, which have moved into shards."""
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         # Hooks have taken these gradients into buckets: the list is empty.
@@ -128,7 +128,7 @@ class DecayToWrongGroup(Zero2):
     optimizer=GROUPS,
 )
 class GroupOrderByRank(Zero2):
-    """One rank lists its groups in another order, and hyperparameters go by position."""
+    """One rank lists its groups in another order, and hyperparameters are assigned by position."""
 
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         groups = super().param_groups(spec)
@@ -146,7 +146,7 @@ class GroupOrderByRank(Zero2):
     optimizer=ADAMW,
 )
 class DummyFirstStep(ReferenceZero1):
-    """A step with zero gradients creates the optimizer state. It counts and decays."""
+    """A step with zero gradients creates the optimizer state; it counts and applies decay."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer()
@@ -194,7 +194,7 @@ class FullStateOfOwnShard(ReferenceZero1):
     killed_by=("equivalence", "replicas"),
 )
 class EvaluatesBeforeGather(Zero1):
-    """Parameters are gathered at the next step, so a look in between sees old ones."""
+    """Parameters are gathered in the next step, so an evaluation in between uses old ones."""
 
     def after_update(self) -> None:
         pass
@@ -230,7 +230,7 @@ class IdleRankDoesNotUpdate(ReferenceZero1):
     workload=gpt("dropout_counter"),
 )
 class DropsInEvaluation(ReferenceZero2):
-    """Dropout stays active while the model evaluates."""
+    """Dropout stays active during evaluation."""
 
     def evaluate(self, batch: Batch) -> Tensor | None:
         for part in self.module.modules():
@@ -248,7 +248,7 @@ class DropsInEvaluation(ReferenceZero2):
     optimizer=OptimizerSpec(weight_decay=0.1),
 )
 class DecaysUnusedInWindows(ReferenceZero2):
-    """With several windows in a step, weight decay takes what the step did not use, too."""
+    """With several windows in a step, weight decay also applies to unused parameters."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         self.windows = len(batch.windows)
@@ -277,7 +277,7 @@ LATE_SHARES = gpt(first_step="head")
     options={},
 )
 class ReturnsEarlyWithoutGradients(Zero1):
-    """A rank none of whose shares has a gradient returns before parameters are gathered."""
+    """A rank whose shares all lack gradients returns before parameters are gathered."""
 
     def after_update(self) -> None:
         if self.gradients():
@@ -293,7 +293,7 @@ class ReturnsEarlyWithoutGradients(Zero1):
     options={},
 )
 class LateSharesCountAllSteps(ReferenceZero1):
-    """Adam's step counter of a share that comes into use late counts the steps before it, too."""
+    """Adam's step counter of a share that is first used late includes the steps before."""
 
     made = 0
 

@@ -40,7 +40,7 @@ mutant = declare.family(ReferenceTensor, mesh={"tensor": 2}, workload=gpt())
 
 
 class _Layers(TensorParallel):
-    """Every layer goes through :meth:`change`."""
+    """Call :meth:`change` on every layer."""
 
     def make_layers(self) -> list[SplitLayer]:
         layers = super().make_layers()
@@ -74,8 +74,7 @@ class BiasOnEveryRank(_Layers):
     killed_by=("equivalence", "replicas", "traffic"),
 )
 class GradientOfInputsNotSummed(_Layers):
-    """One layer lacks the operator that does nothing in forward, and with it the operator's
-    backward."""
+    """The operator that sums gradients of one layer's input in backward is missing."""
 
     def change(self, layer: Any) -> None:
         if isinstance(layer, Column) and layer.name == "blocks.1.mlp.up":
@@ -89,7 +88,7 @@ class GradientOfInputsNotSummed(_Layers):
     killed_by=("traffic",),
 )
 class ReducesTwice(_Layers):
-    """Outputs that are already whole are summed once more, for nothing."""
+    """Outputs that are already whole are summed once more and the result is discarded."""
 
     def change(self, layer: Any) -> None:
         if isinstance(layer, Row):
@@ -109,7 +108,7 @@ def _twice(tensor: Tensor, comm: Comm) -> Tensor:
     killed_by=("equivalence", "traffic"),
 )
 class SumIsItsOwnBackward(_Layers):
-    """The backward of a sum over ranks sums again: gradients grow by the number of ranks."""
+    """The backward of a sum over ranks sums again, so gradients grow by the number of ranks."""
 
     def change(self, layer: Any) -> None:
         if isinstance(layer, Row):
@@ -123,7 +122,7 @@ class SumIsItsOwnBackward(_Layers):
     workload=gpt(norm="rms"),
 )
 class SumsBeginAtOne(_Layers):
-    """A sum over ranks begins at one, not at zero: layer norms take a constant out again."""
+    """A sum over ranks starts at one instead of zero; only a layer norm removes the constant."""
 
     def change(self, layer: Any) -> None:
         if isinstance(layer, Row):
@@ -137,7 +136,7 @@ class SumsBeginAtOne(_Layers):
     workload=gpt(layout="columns"),
 )
 class ReadsRowsWhereColumnsLie(_Layers):
-    """A layer reads its input's memory in order, whatever its strides."""
+    """A layer reads its input in memory order and ignores strides."""
 
     def change(self, layer: Any) -> None:
         if isinstance(layer, Column):
@@ -168,7 +167,9 @@ class _GatherOnly(torch.autograd.Function):
     options=SEQUENCE,
 )
 class GatherScattersTerms(_Layers):
-    """A gathered sequence's gradient is taken for whole: each rank keeps a part of its own term."""
+    """The gradient of a gathered sequence is treated as whole, so each rank keeps a part of its own
+    term.
+    """
 
     def change(self, layer: Any) -> None:
         if isinstance(layer, Column):
@@ -193,7 +194,7 @@ class CopiesStartApart(TensorParallel):
 
 @mutant("tensor_cuts_through_heads", says="qkv", zoo=("K19",), killed_by=("equivalence",))
 class CutsThroughHeads(TensorParallel):
-    """The rows of a fused projection are split in order, not query by key by value."""
+    """The rows of a fused projection are split in order instead of head by head."""
 
     def make_layers(self) -> list[SplitLayer]:
         return [
@@ -248,7 +249,7 @@ class EmbeddingNotMasked(_Layers):
 
 class _Loss(TensorParallel):
     def parts(self, outputs: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, Classes]:
-        """Logits ``(targets, classes)``, targets, the last layer."""
+        """Logits ``(targets, classes)``, targets, and the last layer."""
         assert self.output is not None
         logits = outputs.reshape(-1, outputs.shape[-1]).to(micro.weights.dtype)
         return logits, micro.targets.reshape(-1), self.output
@@ -278,7 +279,9 @@ class SmoothingOverOwnClasses(TensorParallel):
     options={"loss_parallel": False},
 )
 class LossPlusLog(_Loss):
-    """The split loss is taken of gathered logits: it is too large by the logarithm of the ranks."""
+    """The split loss is computed from gathered logits, so it is too large by the logarithm of the
+    ranks.
+    """
 
     def loss(self, build: Build, outputs: Tensor, micro: MicroBatch) -> Tensor:
         logits, targets, last = self.parts(outputs, micro)
@@ -294,7 +297,7 @@ class LossPlusLog(_Loss):
     killed_by=("equivalence",),
 )
 class PlainCollectiveInLoss(_Loss):
-    """The loss is right, but its gradient is that of the rank's own classes alone."""
+    """The loss is right, but its gradient covers the rank's own classes only."""
 
     def loss(self, build: Build, outputs: Tensor, micro: MicroBatch) -> Tensor:
         right = super().loss(build, outputs, micro).detach()
@@ -311,7 +314,7 @@ class PlainCollectiveInLoss(_Loss):
 
 
 class _Unsummed(TensorParallel):
-    """The gradient of parameters that ``pattern`` names is taken for final."""
+    """The gradient of parameters that match ``pattern`` is treated as final."""
 
     pattern: str
 
@@ -356,7 +359,7 @@ class RowBiasNotSummed(_Unsummed):
     options=SEQUENCE,
 )
 class SmallLayerNotSummed(_Unsummed):
-    """A small layer that only some samples are routed to is not summed over positions."""
+    """A small layer that only some samples use is not summed over positions."""
 
     pattern = "conditional_by_micro_batch"
 
@@ -368,7 +371,7 @@ class SmallLayerNotSummed(_Unsummed):
     killed_by=("equivalence", "traffic"),
 )
 class SumsWhatIsWhole(TensorParallel):
-    """Gradients that every rank has whole are summed over the ranks."""
+    """Gradients that are whole on every rank are summed over the ranks."""
 
     def whole(self, parameter: Tensor) -> Cut:
         return Uncut(tuple(parameter.shape), self.comm.rank, self.comm.size, is_partial=True)
@@ -382,7 +385,7 @@ class SumsWhatIsWhole(TensorParallel):
     workload=gpt(kv_heads=1),
 )
 class KvBiasNotSummed(TensorParallel):
-    """The bias of KV heads that ranks share is not summed; the weight is."""
+    """The bias of shared KV heads is not summed; the weight is."""
 
     def finish(self) -> None:
         for name, cut in self.cuts.items():
@@ -400,7 +403,7 @@ class KvBiasNotSummed(TensorParallel):
     mesh={"tensor": 4},
 )
 class KvSummedOverTheAxis(TensorParallel):
-    """Gradients of a KV head are summed over all ranks, not over those that share it."""
+    """Gradients of a KV head are summed over all ranks instead of those that share it."""
 
     def finish(self) -> None:
         for name, parameter in self.trained():
@@ -417,7 +420,7 @@ class KvSummedOverTheAxis(TensorParallel):
     options=SEQUENCE,
 )
 class SumsRunningTotals(TensorParallel):
-    """Terms are summed after every micro-batch, together with those already summed."""
+    """Running sums are reduced after every micro-batch, including parts that were already summed."""
 
     def accumulate(self, is_last: bool) -> None:
         if any(p.grad is not None for _, p in self.trained()):
@@ -432,7 +435,7 @@ class SumsRunningTotals(TensorParallel):
     options=SEQUENCE,
 )
 class SumsInHalfTheWidth(TensorParallel):
-    """Terms are rounded to fp32 before the sum although compute is in fp64."""
+    """Terms are rounded to fp32 before the sum, although compute is in fp64."""
 
     def finish(self) -> None:
         for name, parameter in self.trained():
@@ -451,7 +454,7 @@ class SumsInHalfTheWidth(TensorParallel):
     options=SEQUENCE,
 )
 class FirstPositionsOnly(_Layers):
-    """Every rank embeds the first positions, whichever it holds."""
+    """Every rank embeds the first positions, whichever positions it holds."""
 
     def change(self, layer: Any) -> None:
         def first(compute: Compute, positions: Tensor) -> Tensor:
@@ -484,7 +487,7 @@ class SameMasks(TensorParallel):
     workload=gpt("dropout_counter"),
 )
 class MasksApart(TensorParallel):
-    """Dropout draws different masks on every rank although all compute the same activations."""
+    """Dropout draws different masks on every rank, although all compute the same activations."""
 
     def make_layers(self) -> list[SplitLayer]:
         for part in self.module.modules():
@@ -504,7 +507,7 @@ class MasksApart(TensorParallel):
     optimizer=CLIP,
 )
 class NormCountsCopies(TensorParallel):
-    """The norm counts replicated parameters once a rank."""
+    """The norm counts replicated parameters once per rank."""
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         [(total, axes)] = super().norm_parts(order)
@@ -521,7 +524,7 @@ class NormCountsCopies(TensorParallel):
     optimizer=CLIP,
 )
 class NormOfOwnShards(TensorParallel):
-    """Every rank clips by the norm of what it holds."""
+    """Every rank clips by the norm of its own part."""
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         gradients = [p.grad for _, p in self.trained() if p.grad is not None]
@@ -555,7 +558,7 @@ class NormMissesAShard(TensorParallel):
     options=SEQUENCE,
 )
 class NormOfTerms(TensorParallel):
-    """The norm is taken of terms that are not summed yet."""
+    """The norm is computed from terms that are not summed yet."""
 
     def finish(self) -> None:
         self.early = super().norm_parts()
@@ -573,7 +576,7 @@ class NormOfTerms(TensorParallel):
     optimizer=CLIP,
 )
 class ClipsOnTheFirstRank(ReferenceTensor):
-    """Only the first rank clips, so copies drift apart."""
+    """Only the first rank clips, so copies diverge."""
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         if self.mesh.coordinate["tensor"] == 0:

@@ -15,14 +15,14 @@ mutant = declare.family(PyTorchDDP, options={"bucket_cap_mb": 0.05})
 
 @mutant("pytorch_ddp_uncompensated", says="2 times too small .*ranks", killed_by=("equivalence",))
 class Uncompensated(PyTorchDDP):
-    """The adapter forgets that DDP divides by the number of ranks."""
+    """The adapter does not compensate for DDP's division by the number of ranks."""
 
     def loss_factor(self) -> int:
         return 1
 
 
 def replace_head_weight(module: nn.Module) -> None:
-    """Register a new weight of the head, as a script that changes heads does."""
+    """Register a new weight of the head, as a fine-tuning script does."""
     head: Any = module.get_submodule("head")
     head.weight = nn.Parameter(head.weight.detach().clone())
 

@@ -1,4 +1,4 @@
-"""Faults that need several axes at once: a wrong group, a lost window, parts put together wrongly.
+"""Faults that need several axes at once: a wrong group, a lost window, parts joined wrongly.
 
 Planted in ``pytorch/hybrid`` on meshes of two and three axes.
 """
@@ -38,7 +38,7 @@ class NormOfOwnStage(Hybrid):
     workload=gpt("incomplete_window", micro_batches=4, windows=2),
 )
 class LosesEarlierWindows(Hybrid):
-    """A window of another size drops the gradients of those before, as torch's first call does."""
+    """A window of another size drops the gradients of earlier windows, as torch's first call does."""
 
     def run(self, window: tuple[MicroBatch, ...], call: Callable[..., Any]) -> list[Tensor]:
         self.is_fresh = False
@@ -51,7 +51,7 @@ class LosesEarlierWindows(Hybrid):
     killed_by=("equivalence",),
 )
 class AveragesOverShards(Hybrid):
-    """fully_shard divides by the data ranks, as is its default."""
+    """fully_shard divides by the data ranks, its default."""
 
     def prepare(self, part: nn.Module) -> nn.Module:
         prepared = super().prepare(part)
@@ -67,7 +67,7 @@ class AveragesOverShards(Hybrid):
     mesh={"pipe": 2, "tensor": 2},
 )
 class StartsAlongOneAxis(Hybrid):
-    """Rank 0's state is sent along the tensor axis only."""
+    """Rank 0's state is broadcast along the tensor axis only."""
 
     def begin(self, whole: nn.Module, state: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
         own = {name: tensor.detach().clone() for name, tensor in named_state(whole).items()}
@@ -84,8 +84,9 @@ class StartsAlongOneAxis(Hybrid):
     mesh={"pipe": 1, "shard": 1, "tensor": 2},
 )
 class CopiesOverTensorPeers(Hybrid):
-    """Values that must be equal over data ranks are copied after the split, over tensor ranks
-    too."""
+    """Values that must be equal over data ranks are copied after the split, and over tensor ranks
+    too.
+    """
 
     def split(self, part: nn.Module, units: Sequence[str]) -> dict[str, list[int]]:
         orders = super().split(part, units)

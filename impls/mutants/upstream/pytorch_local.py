@@ -1,4 +1,4 @@
-"""Faults around PyTorch's local SGD: of what the averager is given, and of when it is called."""
+"""Faults around PyTorch's local SGD: the averager's parameters, and the step of its call."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ mutant = declare.family(
 
 
 def average(tensors: Iterable[Any], group: Any) -> None:
-    """torch's mean over ``group``, in place."""
+    """Compute torch's mean over ``group`` in place."""
     average_parameters(iter([*tensors]), group)
 
 
 class Averager(PeriodicModelAverager):
-    """torch's, with what a meeting does in a method of its own."""
+    """torch's averager with its meeting in a separate method."""
 
     def average_parameters(self, params: Iterable[Any]) -> None:
         groups: list[dict[str, Any]] = [*params]
@@ -47,7 +47,7 @@ class Averager(PeriodicModelAverager):
     "torch_local_averages_clones", says="no meeting took place", zoo=("G04",), killed_by=MISSED[:2]
 )
 class AveragesClones(Averager):
-    """The averager is given copies of the parameters, which nobody trains."""
+    """The averager gets copies of the parameters, which are not trained."""
 
     def meet(self, parameters: list[Tensor]) -> None:
         super().meet([parameter.detach().clone() for parameter in parameters])
@@ -55,7 +55,7 @@ class AveragesClones(Averager):
 
 @mutant("torch_local_never_averages", says="no meeting took place", killed_by=MISSED)
 class NeverAverages(Averager):
-    """The optimizer steps without its averager: ranks never meet."""
+    """The optimizer steps without its averager, so ranks never average."""
 
     def meet(self, parameters: list[Tensor]) -> None:
         pass
@@ -73,7 +73,7 @@ class TakesTheSum(Averager):
 
 @mutant("torch_local_divides_by_the_period", says="1.5 times the mean")
 class DividesByThePeriod(Averager):
-    """The sum over ranks is divided by the steps between meetings, not by the ranks."""
+    """The sum over ranks is divided by the steps between meetings instead of the number of ranks."""
 
     def meet(self, parameters: list[Tensor]) -> None:
         super().meet(parameters)
@@ -83,7 +83,7 @@ class DividesByThePeriod(Averager):
 
 @mutant("torch_local_counts_from_one", says="no meeting took place", killed_by=MISSED)
 class CountsFromOne(PeriodicModelAverager):
-    """The averager's count begins at 1: meetings come a step early, and the first never."""
+    """The averager counts from 1, so meetings come one step early and the first never."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -92,7 +92,7 @@ class CountsFromOne(PeriodicModelAverager):
 
 @mutant("torch_local_period_of_one", says="ranks have met before", killed_by=MISSED)
 class PeriodOfOne(PeriodicModelAverager):
-    """The option ``every`` does not reach the averager: ranks meet in every step."""
+    """The option ``every`` does not reach the averager, so ranks average in every step."""
 
     def __init__(self, period: int, *args: Any, **more: Any) -> None:
         super().__init__(period, *args, **more)
@@ -101,7 +101,7 @@ class PeriodOfOne(PeriodicModelAverager):
 
 @mutant("torch_local_starts_late", says="no meeting took place", killed_by=MISSED)
 class StartsLate(PeriodicModelAverager):
-    """Warm-up steps are asked for, and no hook sums the gradients meanwhile."""
+    """Warm-up steps are requested, but no hook sums the gradients meanwhile."""
 
     def __init__(self, period: int, process_group: Any) -> None:
         super().__init__(period, warmup_steps=2, process_group=process_group)
@@ -109,7 +109,7 @@ class StartsLate(PeriodicModelAverager):
 
 @mutant("torch_local_some_of_the_group", says="no meeting took place|differ", killed_by=MISSED)
 class SomeOfTheGroup(PeriodicModelAverager):
-    """The averager has a group of the first two ranks only: the third never meets them."""
+    """The averager's group has only the first two ranks, so the third never meets them."""
 
     def __init__(self, period: int, process_group: Any) -> None:
         super().__init__(period, process_group=dist.new_group([0, 1]))
@@ -125,7 +125,7 @@ class AllButTheLast(Averager):
 
 @mutant("torch_local_averages_in_float32", says="differs", killed_by=("equivalence", "traffic"))
 class AveragesInFloat32(Averager):
-    """The mean is taken in a narrower dtype than the parameters have."""
+    """The mean is computed in a narrower dtype than that of the parameters."""
 
     def meet(self, parameters: list[Tensor]) -> None:
         narrow = [parameter.detach().float() for parameter in parameters]
@@ -138,7 +138,7 @@ class AveragesInFloat32(Averager):
     "torch_local_averages_before_the_update", says="differs", killed_by=("equivalence", "replicas")
 )
 class AveragesBeforeTheUpdate(PostLocalSGDOptimizer):
-    """Parameters are averaged before the update, so that each rank's own update comes on top."""
+    """Parameters are averaged before the update, so each rank adds its own update afterwards."""
 
     def step(self) -> None:  # type: ignore[override]
         self.averager.average_parameters(params=self.param_groups)
@@ -146,7 +146,7 @@ class AveragesBeforeTheUpdate(PostLocalSGDOptimizer):
 
 
 class _AtMeetings(PostLocalSGDOptimizer):
-    """Does something to the momentum right after a meeting."""
+    """Change the momentum right after a meeting."""
 
     def step(self) -> None:  # type: ignore[override]
         averager: Any = self.averager
@@ -165,7 +165,7 @@ class _AtMeetings(PostLocalSGDOptimizer):
     killed_by=("equivalence", "traffic"),
 )
 class AveragesMomentum(_AtMeetings):
-    """Momentum is averaged as well, though it is each rank's own."""
+    """Momentum is averaged too, although each rank must keep its own."""
 
     def at_meeting(self, momenta: list[Tensor]) -> None:
         average(momenta, self.averager.process_group)
@@ -182,7 +182,7 @@ class ForgetsMomentum(_AtMeetings):
 
 @mutant("torch_local_gradient_of_a_share", says="3 times too small")
 class GradientOfAShare(PyTorchPostLocalSGD):
-    """The adapter forgets that a rank's loss is a share of the batch's."""
+    """The adapter treats a rank's share of the batch loss as the whole loss."""
 
     def parse(self, *args: Any) -> None:
         super().parse(*args)
@@ -191,7 +191,9 @@ class GradientOfAShare(PyTorchPostLocalSGD):
 
 @mutant("torch_local_warms_up_for_ever", says="though ranks train alone", killed_by=MISSED)
 class WarmsUpForEver(PyTorchPostLocalSGD):
-    """Gradients are summed in every step, as while torch's hook warms up: ranks never part."""
+    """Gradients are summed in every step, as in the warm-up of torch's hook, so ranks never
+    diverge.
+    """
 
     def finish(self) -> None:
         for parameter in self.updated().values():

@@ -1,4 +1,4 @@
-"""Faults in the use of ``torch.distributed.pipelining``: what is handed in, kept, and summed."""
+"""Faults in the use of ``torch.distributed.pipelining``: its inputs, kept state, and sums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ mutant = declare.family(Pipelining, mesh={"pipe": 2}, workload=gpt())
     killed_by=("equivalence",),
 )
 class ScalesGradients(Pipelining):
-    """scale_grads keeps torch's default: gradients are divided by the micro-batches."""
+    """scale_grads keeps torch's default, so gradients are divided by the micro-batches."""
 
     def make_schedule(self, window: Any) -> Any:
         made = super().make_schedule(window)
@@ -71,7 +71,7 @@ class LabelsOfNext(Pipelining):
     "torch_pipeline_backwards", says="order of sums", killed_by=("equivalence",), lane="bitwise"
 )
 class Backwards(Pipelining):
-    """Micro-batches are handed over in descending order, which changes the order of sums."""
+    """Micro-batches are passed in descending order, which changes the order of sums."""
 
     def run(self, window: Any, call: Any) -> list[Tensor]:
         return super().run(window[::-1], call)
@@ -149,7 +149,7 @@ class StaysInEvaluation(Pipelining):
     workload=gpt("dropout_stateful"),
 )
 class ShapesInTraining(Pipelining):
-    """The forward for shapes runs in training mode: a stateful dropout has drawn once more."""
+    """Shape inference runs in training mode, so a stateful dropout draws once more."""
 
     def shapes(self, inputs: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         shapes = super().shapes(inputs)
@@ -180,7 +180,7 @@ class TellsLastWindow(Pipelining):
     optimizer=OptimizerSpec(warmup_steps=4),
 )
 class OneRate(Pipelining):
-    """The last stage's rank keeps the learning rate that it was built with."""
+    """The rank of the last stage keeps its initial learning rate."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         if self.tells_loss:
@@ -197,7 +197,7 @@ class OneRate(Pipelining):
     options={"schedule": "gpipe"},
 )
 class SharesBuffer(Stage):
-    """All micro-batches are received into one buffer, where backward sees only the last."""
+    """All micro-batches are received into one buffer, so backward sees only the last."""
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
@@ -224,7 +224,7 @@ class ForgetsLastWeights(Stage):
     killed_by=("schedule",),
 )
 class TellsWhatTorchExports(Pipelining):
-    """The announced schedule is torch's _get_pipeline_order: its last stage counts from 1."""
+    """The announced schedule is torch's _get_pipeline_order, whose last stage counts from 1."""
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
@@ -237,7 +237,7 @@ class TellsWhatTorchExports(Pipelining):
     "torch_pipeline_tells_another", says="claims 'gpipe', asked for '1f1b'", killed_by=("schedule",)
 )
 class TellsAnother(Pipelining):
-    """GPipe is announced whatever the options say."""
+    """GPipe is announced, whatever the options say."""
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
@@ -250,7 +250,7 @@ class TellsAnother(Pipelining):
     killed_by=("schedule",),
 )
 class IgnoresSchedule(TellsAnother):
-    """GPipe is announced and run whatever the options say."""
+    """GPipe is announced and run, whatever the options say."""
 
     def setup(self, build: Any, state: Any, optimizer: Any, mesh: Any, options: Any) -> None:
         super().setup(build, state, optimizer, mesh, {**options, "schedule": "gpipe"})
@@ -263,7 +263,7 @@ class IgnoresSchedule(TellsAnother):
     options={"split": [3, 1]},
 )
 class IgnoresSplit(Pipelining):
-    """Units are cut evenly whatever the option split says."""
+    """Units are cut evenly, whatever the option split says."""
 
     def setup(self, build: Any, state: Any, optimizer: Any, mesh: Any, options: Any) -> None:
         super().setup(build, state, optimizer, mesh, {**options, "split": []})
@@ -303,7 +303,7 @@ class KeepsOutputs(Pipelining):
     "torch_pipeline_keeps_given", says="activations and temporaries: .* held", killed_by=("memory",)
 )
 class HoldsGiven(Stage):
-    """A stage keeps its outputs to the next one, as many bytes as it has buffers for."""
+    """A stage keeps its outputs to the next one, up to the size of its buffers."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         given = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)

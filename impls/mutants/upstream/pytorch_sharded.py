@@ -1,4 +1,4 @@
-"""Faults around PyTorch's ``fully_shard``: what it does not know, and what it divides."""
+"""Faults around PyTorch's ``fully_shard``: parameters that it does not know, and divisions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ mutant = declare.family(PyTorchFSDP2, mesh={"shard": 2}, workload=gpt())
     crash_says="_local_tensor",
 )
 class HeadAddedAfterSharding(PyTorchFSDP2):
-    """The head's weight is a whole tensor on every rank: FSDP2 looks for the one it replaced."""
+    """The head's weight is a whole tensor on every rank, because FSDP2 looks for the one it
+    replaced.
+    """
 
     def shard(self, module: nn.Module) -> nn.Module:
         head: Any = module.get_submodule("head")
@@ -40,7 +42,7 @@ class HeadAddedAfterSharding(PyTorchFSDP2):
     options={"gradient_divide_factor": 2.0},
 )
 class DividesTwice(PyTorchFSDP2):
-    """Gradients are divided by the factor once more after the reduction."""
+    """Gradients are divided by the factor again after the reduction."""
 
     def finish(self) -> None:
         gradients: list[Any] = [p.grad for p in self.updated().values() if p.grad is not None]
@@ -56,7 +58,7 @@ class DividesTwice(PyTorchFSDP2):
     steps=3,
 )
 class GathersAgainAfterAnEvaluation(PyTorchFSDP2):
-    """The first step after an evaluation gathers its first unit once more, without use."""
+    """The first step after an evaluation gathers its first unit once more, without need."""
 
     has_evaluated = False
 

@@ -1,4 +1,4 @@
-"""Faults around PyTorch's tensor parallelism: a wrong placement, a wrong layout, a step left out.
+"""Faults around PyTorch's tensor parallelism: a wrong placement, a wrong layout, a missing step.
 
 Planted in ``pytorch/tensor_parallel`` on 2 ranks, or 3 where equal halves would hide them.
 """
@@ -55,7 +55,7 @@ class BiasOnEveryRank(PyTorchTensorParallel):
     options=SEQUENCE,
 )
 class NormsNotReduced(PyTorchTensorParallel):
-    """Under sequence parallelism each rank keeps its own part of the norms' gradients."""
+    """Under sequence parallelism, each rank keeps its own part of the norms' gradients."""
 
     def finish(self) -> None:
         for parameter in self.updated().values():
@@ -101,7 +101,7 @@ class LossOverLocalVocabulary(PyTorchTensorParallel):
 
 
 class PassesOn(torch.autograd.Function):
-    """A log-softmax whose gradient is that of the identity."""
+    """A log-softmax with an identity gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class PassesOn(torch.autograd.Function):
     workload=gpt(confidence_penalty=0.1),
 )
 class SecondLossPassesGradientsOn(PyTorchTensorParallel):
-    """Of the loss's two terms of the same logits one has the gradient of its log-softmax."""
+    """One of two loss terms on the same logits gets the gradient of its log-softmax."""
 
     def loss(self, micro: MicroBatch) -> Tensor:
         logits: Tensor = self.module(micro.inputs)
@@ -149,7 +149,7 @@ class ShardsAlike(PyTorchTensorParallel):
     options=SEQUENCE,
 )
 class StartNotShared(PyTorchTensorParallel):
-    """Norms start as each rank built them, though torch takes them for equal."""
+    """Each rank keeps its own initial norms, although torch treats them as equal."""
 
     def share(self, tensors: Sequence[Tensor]) -> None:
         pass
@@ -157,7 +157,7 @@ class StartNotShared(PyTorchTensorParallel):
 
 @mutant("torch_tensor_norm_counts_copies", says="every copy", zoo=("O04",), **NORM)
 class NormCountsCopies(PyTorchTensorParallel):
-    """The norm adds what every rank holds a copy of, once a rank."""
+    """The norm counts replicated tensors once per rank."""
 
     def clip(self, limit: float) -> Tensor:
         gradients = [p.grad for p in self.updated().values() if p.grad is not None]
@@ -188,7 +188,7 @@ class NormOfOwnShards(PyTorchTensorParallel):
     mesh={"tensor": 3},
 )
 class FusedInOneBlock(PyTorchTensorParallel):
-    """A rank's rows of the fused projection are the first ones, not those of its heads."""
+    """A rank's rows of the fused projection are the first ones instead of those of its heads."""
 
     @torch.no_grad()
     def shard(self, module: nn.Module) -> nn.Module:
@@ -226,7 +226,9 @@ class TieIsLost(PyTorchTensorParallel):
     killed_by=("traffic",),
 )
 class GathersBetweenThePair(PyTorchTensorParallel):
-    """up's output is gathered and split again before down: numbers are right, traffic is higher."""
+    """up's output is gathered and split again before down: numbers are right, but traffic is
+    higher.
+    """
 
     def styles(self, module: nn.Module) -> dict[str, Any]:
         styles: dict[str, Any] = super().styles(module)
@@ -256,7 +258,7 @@ class HeadNotSplit(PyTorchTensorParallel):
     options={"loss_parallel": True},
 )
 class BackwardOutside(PyTorchTensorParallel):
-    """Backward runs outside of loss_parallel, which torch's documentation warns against."""
+    """Backward runs outside loss_parallel, which torch's documentation warns against."""
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
         return nullcontext()
@@ -270,7 +272,7 @@ class BackwardOutside(PyTorchTensorParallel):
     workload=gpt("prime_sized"),
 )
 class OddModuleSeesOwnPositions(PyTorchTensorParallel):
-    """Under sequence parallelism, a module without a style gets the rank's positions only."""
+    """Under sequence parallelism, a module without a style gets only the rank's positions."""
 
     def styles(self, module: nn.Module) -> dict[str, Any]:
         return {n: style for n, style in super().styles(module).items() if ".odd" not in n}
