@@ -177,7 +177,7 @@ def scenario(
     head: dict[str, Any] = {
         "name": name,
         "about": f"Chosen by tools/cover.py: {what} of no other case.",
-        "sees": ["faults that need all of one"],
+        "sees": ["faults that need several conditions at once"],
         "workload": {"name": first.workload.name},
         "matrix": _cell(first, 0),
         "steps": first.steps,

@@ -133,15 +133,14 @@ def _notes(lines: Sequence[PairLine]) -> str:
     pair = timed[0][0].pair
     blocks = _span([line.blocks for line, _ in timed])
     halves = [figures.aa.half_width for _, figures in timed if figures.aa is not None]
-    twins = (
-        f"; a side beside its own twin: +-{min(halves):.1%} to {max(halves):.1%}" if halves else ""
-    )
+    twins = f"; A against A: +-{min(halves):.1%} to {max(halves):.1%}" if halves else ""
     ranks = _span([line.pair.world for line, _ in timed])
     return (
         f"Above 1 the reference takes longer. {pair.workload.name} {pair.size}, "
         f"{pair.optimizer.name}, {pair.dtype}, {ranks} {pair.backend} ranks, "
-        f"{blocks} blocks A B B A{twins}. Verdicts are those beside all other rows (Holm); `same` "
-        f"is certain to be within the margin. Peak: bytes of a step, reference over upstream.\n"
+        f"{blocks} blocks A B B A{twins}. Verdicts are adjusted for the number of rows (Holm); "
+        "`same`: the interval lies within the margin. Peak: bytes of a step, reference over "
+        "upstream.\n"
     )
 
 

@@ -1,15 +1,15 @@
-"""Finds the smallest size at which the quick cases of a scenario still do their work.
+"""Find the smallest size at which the quick cases of a scenario still catch their faults.
 
     python -m tools.shrink                # every scenario of the quick tier (half an hour)
     python -m tools.shrink ddp-gpt        # one
-    python -m tools.shrink --keep         # only fewer steps, at the sizes that stand
-    python -m tools.shrink --page         # only write conformance/quick.md again
+    python -m tools.shrink --keep         # only fewer steps, at the current sizes
+    python -m tools.shrink --page         # only regenerate conformance/quick.md
 
-A size will do if every check of every quick case ends as at whole size, and if every planted fault
-that its named checks see at whole size is seen by them.  A fault is planted in one quick case: the
-first of all scenarios that runs its parent under its trigger.  The size is written into the file as
-``quick_size``; what was seen is kept in ``conformance/quick.json``, and ``conformance/quick.md``
-tells what each quick case is for.
+A size is sufficient if every check of every quick case ends as at full size, and if every planted
+fault that its named checks see at full size is still seen by them.  A fault is planted in one quick
+case: the first of all scenarios that runs its parent under its trigger.  The size is written into
+the file as ``quick_size``, the faults into ``conformance/quick.json``, and ``conformance/quick.md``
+lists what each quick case is for.
 """
 
 from __future__ import annotations
@@ -45,16 +45,18 @@ HEAD = """\
 
 # What each quick case is for
 
-*Alone*: pairs of values (or of the scenario and a value) that no other quick case of any scenario
-has. *Faults*: those that were planted in the case's system and seen by their checks at this size;
-each is planted in one quick case. `shardproof mutants` plants all faults, in cases of their own.
+This page lists the cases of the quick tier by scenario, with the faults that a scenario must catch.
+
+- *alone*: the number of pairs of values (or of the scenario and a value) that only this case has.
+- *faults*: planted faults of the case's system that its checks catch at this size. Each fault is
+  planted in one quick case here. `shardproof mutants` plants all faults, each in its own case.
 """
 #: How a case ended: its verdict, and the status of every check.
 End = tuple[str, dict[str, str]]
 
 
 def sizes(file: ScenarioFile) -> Iterator[dict[str, Any]]:
-    """Sizes to try, the cheapest first; width and steps of a file that sets them stay."""
+    """Sizes to try, the cheapest first; a width or steps set by the file are kept."""
     for size in _models(file):
         yield from _steps(file, size)
 
@@ -85,7 +87,7 @@ def _models(file: ScenarioFile) -> Iterator[dict[str, Any]]:
 
 
 def quick_cases(file: ScenarioFile, size: dict[str, Any] | None) -> list[Case]:
-    """The quick cases of ``file`` at ``size``; those that only refuse are left out."""
+    """The quick cases of ``file`` at ``size``, without refusals."""
     chosen = None if not size else schema.QuickSize.model_validate(size)
     scenario = file.scenario.model_copy(update={"quick_size": chosen})
     cases = expand(replace(file, scenario=scenario), installed())
@@ -111,7 +113,7 @@ def fits(fault: Mutant, case: Case) -> bool:
 
 
 def _asks(workload: Any) -> set[tuple[str, Any]]:
-    """What a workload that trains nothing is chosen by: of calls the operation alone."""
+    """The parameters that a workload without training must have; of calls, the operation."""
     kind = kinds.of(workload)
     every = not kind.trains and not kind.tests_backend
     return {(k, v) for k, v in workload.params.items() if every or k == "operation"}
@@ -139,7 +141,7 @@ def ends(session: Session, cases: Sequence[Case]) -> dict[str, End]:
 
 
 def survivors(session: Session, cases: Sequence[Case], faults: dict[str, str]) -> set[str]:
-    """Those of ``faults`` that some named check does not see in its case."""
+    """The ``faults`` that at least one of their named checks does not see in its case."""
     by_id = {case.id: case for case in cases}
     runs = [replace(by_id[at], id=name, implementation=name) for name, at in faults.items()]
     alive = set()
@@ -153,9 +155,9 @@ def survivors(session: Session, cases: Sequence[Case], faults: dict[str, str]) -
 def search(
     session: Session, file: ScenarioFile, faults: dict[str, str], keep: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The smallest size that will do (empty: the whole), and those of ``faults`` seen.
+    """The smallest sufficient size (empty: full size), and the ``faults`` seen at it.
 
-    ``keep``: the file's own size is the whole, and only fewer steps are tried.
+    ``keep``: start from the file's own size and try only fewer steps.
     """
     own = file.scenario.quick_size
     stands = own.model_dump(exclude_defaults=True) if own and keep else {}
@@ -168,7 +170,7 @@ def search(
             cases = quick_cases(file, size)
         except ScenarioError:
             continue
-        # A few of them first: most sizes that will not do are told by these.
+        # A few of them first: these rule out most sizes that are too small.
         few = cases[:: 1 + len(cases) // 4]
         if cases == whole:
             continue
@@ -196,7 +198,7 @@ def write_size(path: Path, size: dict[str, Any]) -> None:
 
 
 def page(files: Sequence[ScenarioFile], seen: dict[str, dict[str, list[str]]]) -> str:
-    """``quick.md``: every quick case, what it alone holds, and the faults seen in it."""
+    """``quick.md``: every quick case, the pairs that only it has, and the faults seen in it."""
     parts = [HEAD]
     quick = [[c for c in expand(file, installed()) if c.tier == "quick"] for file in files]
     count = Counter(pair for cases in quick for case in cases for pair in _pairs(case))
@@ -211,7 +213,7 @@ def page(files: Sequence[ScenarioFile], seen: dict[str, dict[str, list[str]]]) -
             name = case.id.removesuffix("::quick").removeprefix(f"{file.name}")
             rows.append((name.removeprefix("::"), str(len(alone)), "; ".join(alone[:2]), judged))
         table = Table("", ("case", "alone", "for example", "faults"), rows, align="lrll")
-        about = "; ".join(file.scenario.sees)
+        about = "Must catch: " + "; ".join(file.scenario.sees)
         size = file.scenario.quick_size
         small = f" Size: `{json.dumps(size.model_dump(exclude_none=True))}`." if size else ""
         parts.append(f"## {file.name}\n\n{about}.{small}\n\n{table.markdown().strip()}\n")
@@ -228,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("scenarios", nargs="*", help="names (default: all of conformance/)")
     parser.add_argument("--keep", action="store_true", help="only try fewer steps")
-    parser.add_argument("--page", action="store_true", help="write quick.md again, search nothing")
+    parser.add_argument("--page", action="store_true", help="only regenerate quick.md")
     given = parser.parse_args()
     seen = json.loads(SEEN.read_text()) if SEEN.exists() else {}
     every = find([str(FOLDER)])

@@ -39,7 +39,7 @@ _NOTE = (
 )
 _HARDWARE_NOTE = (
     "Each ratio was measured side by side on its own machine, with its 95 % interval; seconds of "
-    "two machines are never compared. Beside it stands how it differs from the first column "
+    "two machines are never compared. Next to it: the difference from the first column "
     "(Welch, p by Holm), where versions, cell and data are the same."
 )
 SCALING = "Scaling"
