@@ -95,7 +95,9 @@ def family(*parents: type[Implementation], **usual: Any) -> Declare:
 
 
 def _planted(fault: type, owner: type) -> Any:
-    """``owner`` with its ``*_type``, at any depth, replaced by the ``fault`` that inherits from it."""
+    """``owner`` with its ``*_type``, at any depth, replaced by the ``fault`` that inherits from
+    it.
+    """
     if issubclass(fault, owner):
         return fault
     parts = {name: getattr(owner, name) for name in dir(owner) if name.endswith("_type")}

@@ -88,7 +88,9 @@ def own_parts(parts: Iterable[NormPart]) -> list[NormPart]:
 
 
 def spend_a_step(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
-    """Create the optimizer's state by a step with zero gradients, which counts and applies decay."""
+    """Create the optimizer's state by a step with zero gradients, which counts and applies
+    decay.
+    """
     for tensor in tensors:
         tensor.grad = torch.zeros_like(tensor)
     optimizer.step()

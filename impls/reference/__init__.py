@@ -1,1 +1,1 @@
-"""Reference strategies: short, textbook-shaped, correct.  One file a strategy."""
+"""Reference strategies: short, correct and written like a textbook, one file per strategy."""

@@ -1,4 +1,4 @@
-"""The algorithms of ``impls/reference/collectives/`` as collectives, called one by one.
+"""The algorithms of ``impls/reference/collectives/`` as collectives that are called one by one.
 
 Options choose them (docs/options.md); what is left to the backend is not offered here.
 """
@@ -57,7 +57,7 @@ class Algorithms(Collectives):
         self.option = OfBoth()
 
     def choose(self, options: Options) -> None:
-        """Take the algorithms that ``options`` choose."""
+        """Choose the algorithms by ``options``."""
         self.option = parse_options(OfBoth, options)
 
     def perform(self, call: Call) -> Sequence[Any]:

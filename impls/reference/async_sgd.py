@@ -1,4 +1,4 @@
-"""Asynchronous SGD: parameter servers apply every gradient when it comes, and nobody waits for all.
+"""Asynchronous SGD: parameter servers apply every gradient on arrival, and no worker waits for all.
 
 Problem.  In data parallelism a step takes as long as its slowest rank.  A parameter server applies
 each worker's gradient as it comes, and a worker goes on from what is there: no rank waits, but
@@ -81,8 +81,9 @@ from shardproof.impls.reference.parts.turns import ORDERS, Death, Turn, Turns, s
 
 @dataclass(frozen=True)
 class Options:
-    """``max_staleness``: s.  ``servers``: k, the first ranks.  ``order``: of pulls and pushes.
-    ``dies``: a worker, and after how many of its pulls and pushes.  ``momentum``: whose it is.
+    """``max_staleness``: s. ``servers``: k, the first ranks. ``order``: of pulls and pushes.
+    ``dies``: a worker, and the number of its pulls and pushes before it dies. ``momentum``: one for
+    all workers or one per worker.
     """
 
     max_staleness: int = 1
@@ -110,7 +111,7 @@ class Options:
             )
 
     def arrivals(self, workers: int) -> Iterator[int]:
-        """Who comes, in order."""
+        """The workers in order of arrival."""
         if self.dies and (workers < 2 or self.dies.worker >= workers):
             raise Refused(
                 f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers; valid: 0 "
@@ -122,7 +123,8 @@ class Options:
 
 
 def owned(parameters: Mapping[str, Tensor], servers: int) -> list[list[str]]:
-    """The parameters of each server: the largest first, each to the server that has least.
+    """The parameters of each server: the largest first, each to the server with the fewest
+    elements.
 
     :raises Refused: a server would have none.
     """
@@ -142,7 +144,7 @@ def owned(parameters: Mapping[str, Tensor], servers: int) -> list[list[str]]:
 
 
 class Server:
-    """The parameters that one server owns, and what it did."""
+    """The parameters that one server owns, and its history."""
 
     turns_type: type[Turns] = Turns
 
@@ -159,24 +161,24 @@ class Server:
         self.log: list[Event] = []
 
     def answer(self) -> Tensor:  # [4]
-        """What a pull gets."""
+        """The answer to a pull."""
         return pack(self.owns, {}, self.version)
 
     def take(self, turn: Turn, message: Message) -> None:  # [5]
-        """A push came."""
+        """Receive a push."""
         self.kept[turn.worker] = message
         event = Event(self.version, turn.worker, turn.step, message.version, tuple(self.owns))
         self.log.append(event)
         self.settle(turn)
 
     def settle(self, turn: Turn) -> None:
-        """Update, unless what is kept waits for others."""
+        """Update, unless the kept gradients wait for others."""
         living = {worker for worker in range(self.workers) if self.turns.lives(worker)}
         if self.kept and (self.options.max_staleness or living <= self.kept.keys()):
             self.update(turn.step)
 
     def update(self, step: int) -> None:
-        """Apply what is kept, in the order of workers."""
+        """Apply the kept gradients in the order of workers."""
         gradients = [self.kept[worker].gradients for worker in sorted(self.kept)]
         optimizer = self.optimizers[max(self.kept) if len(self.optimizers) > 1 else 0]
         for name, parameter in self.owns.items():
@@ -191,7 +193,7 @@ class Server:
 
 
 def slot(owner: str, name: str, slot: str, tensor: Tensor) -> Piece:
-    """The place of an optimizer's tensor; of ``owner``'s own, where each worker has one."""
+    """The slot of an optimizer's tensor; that of ``owner`` if each worker has its own."""
     return Piece.whole(f"{name}.{owner}{slot}", tensor)
 
 
@@ -204,7 +206,7 @@ class ReferenceAsyncSGD(Implementation):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """Stale by design: judged by a replay of its history."""
+        """Stale by design, so the oracle replays its history."""
         chosen = parse_options(Options, options)
         return Capabilities(
             max_staleness=chosen.max_staleness,
@@ -222,7 +224,7 @@ class ReferenceAsyncSGD(Implementation):
 
     @classmethod
     def role(cls, rank: int, world: int, options: Mapping[str, Any]) -> str:
-        """The first ranks serve."""
+        """The role of a rank: the first ranks are servers."""
         servers = parse_options(Options, options).servers
         if servers >= world:
             valid = f"valid: up to {world - 1}" if world > 1 else "take 2 ranks or more"
@@ -239,7 +241,7 @@ class ReferenceAsyncSGD(Implementation):
         mesh: Mesh,
         options: Mapping[str, Any],
     ) -> None:
-        """All start from rank 0's values; servers take what they own."""
+        """Start all ranks from rank 0's values; servers take the parameters that they own."""
         if optimizer.scaler is not None:
             raise Refused("a loss scaler: there is no common step to leave out; leave it out")
         self.build, self.comm = build, mesh.comm("replicate")
@@ -262,7 +264,7 @@ class ReferenceAsyncSGD(Implementation):
             del self.module  # and with it what others own
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
-        """A worker's pull, gradient and push; or the turns that come before the next step's."""
+        """Run a worker's pull, gradient and push, or serve the turns before the next step's."""
         loss = None
         if self.server is None:
             if self.has_turn(2 * batch.step):
@@ -278,7 +280,7 @@ class ReferenceAsyncSGD(Implementation):
         return StepResult(loss=loss)
 
     def has_turn(self, turn: int) -> bool:
-        """Whether this worker lives to make its pull or push number ``turn``."""
+        """Whether this worker lives long enough for its pull or push number ``turn``."""
         dies = self.options.dies
         return (
             dies is None
@@ -287,14 +289,14 @@ class ReferenceAsyncSGD(Implementation):
         )
 
     def drain(self) -> None:
-        """Serve those who are behind."""
+        """Serve the workers that are behind."""
         if self.server is not None:
             while turn := self.server.turns.next(self.clock, is_over=True):
                 self.serve(self.server, turn)
 
     @torch.no_grad()
     def serve(self, server: Server, turn: Turn) -> None:
-        """One turn."""
+        """Serve one turn."""
         peer = self.options.servers + turn.worker
         flat = server.answer()
         if not turn.is_push:
@@ -308,7 +310,7 @@ class ReferenceAsyncSGD(Implementation):
 
     @torch.no_grad()
     def pull(self) -> list[int]:  # [1]
-        """Take all servers' parameters; the version of each."""
+        """Pull the parameters of all servers, with the version of each."""
         versions = []
         for server, names in enumerate(self.owners):
             like = {name: self.named[name] for name in names}
@@ -321,7 +323,7 @@ class ReferenceAsyncSGD(Implementation):
         return versions
 
     def compute(self, batch: Batch) -> Tensor:  # [2]
-        """Gradients of this worker's share; its loss."""
+        """The gradients of this worker's share, and its loss."""
         self.module.zero_grad()
         total = torch.zeros((), dtype=next(self.module.parameters()).dtype)
         for micro in batch.micro_batches:
@@ -331,18 +333,20 @@ class ReferenceAsyncSGD(Implementation):
         return total
 
     def push(self, versions: list[int]) -> None:  # [3]
-        """Give every server the gradients of what it owns."""
+        """Send every server the gradients of the parameters that it owns."""
         for server, (names, version) in enumerate(zip(self.owners, versions, strict=True)):
             like = {name: torch.zeros_like(self.named[name]) for name in names}
             used = {n: g for n in names if (g := self.named[n].grad) is not None}
             self.comm.send(pack(like, used, version), server)
 
     def events(self) -> list[Event]:
-        """What this server did."""
+        """The history of this server."""
         return list(self.server.log) if self.server else []
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """What a server owns, and of the first one what nobody trains; a copy is nobody's truth."""
+        """The parameters that a server owns; the first one also shows state that no worker trains.
+        Copies are not shown.
+        """
         if self.server is None or kind in ("gradients", "buffers"):
             return []
         if kind == "optimizer":

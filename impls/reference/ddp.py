@@ -70,8 +70,9 @@ from shardproof.impls.reference.parts.reducers import Reducer, Work
 
 @dataclass(frozen=True)
 class Options(OfWholes, Compressing, Followed, Saved):
-    """``bucket_bytes`` limits a bucket, ``first_bucket_bytes`` the first one to leave;
-    ``recompute_every`` is the engine's (engine/recompute.py)."""
+    """``bucket_bytes`` limits a bucket, ``first_bucket_bytes`` the first one to be sent;
+    ``recompute_every``: see engine/recompute.py.
+    """
 
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
@@ -93,7 +94,7 @@ def apply(module: nn.Module, comms: Comms, options: Options, context: Context = 
 
 
 class DDP(Replicated):
-    """The handle: buckets, hooks, and the agreement on both."""
+    """The handle: buckets, hooks, and the agreement of ranks on both."""
 
     def __init__(
         self, module: nn.Module, comm: Comm, options: Options, reducer: Reducer | None = None
@@ -117,15 +118,17 @@ class DDP(Replicated):
     # ------------------------------------------------------------------------------ rank 0's values
 
     def broadcast_initial(self) -> None:
-        """Parameters (frozen ones too) and buffers of rank 0 to all."""
+        """Broadcast parameters (including frozen ones) and buffers of rank 0."""
         broadcast_tensors(list(named_state(self.module).values()), self.comm)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers by name, looked up each time: a module may bind a new tensor to the name."""
+        """Name -> buffer, looked up each time, because a module may bind a new tensor to the
+        name.
+        """
         return dict(self.module.named_buffers())
 
     def broadcast_buffers(self) -> None:
-        """Buffers of rank 0 to all."""
+        """Broadcast the buffers of rank 0."""
         broadcast_tensors(list(self.buffers().values()), self.comm)
 
     # -------------------------------------------------------------------------------------- a step
@@ -137,7 +140,7 @@ class DDP(Replicated):
             self.broadcast_buffers()
 
     def start_step(self) -> None:
-        """Forget the last step's arrivals."""
+        """Clear the arrivals of the last step."""
         self.syncing = False
         self.computed = False  # whether this rank has any micro-batch in this step
         self.arrivals: dict[int, None] = {}  # an ordered set
@@ -146,13 +149,13 @@ class DDP(Replicated):
             bucket.reset()
 
     def accumulate(self, is_last: bool) -> None:
-        """Gradients leave during the last micro-batch's backward only."""
+        """Let gradients be sent during the last micro-batch's backward only."""
         self.computed = True
         # Earlier ones add up in ``parameter.grad`` [2], so that a step has one reduction.
         self.syncing = is_last
 
     def arrived(self, index: int, parameter: Tensor) -> None:  # [3]
-        """Hook: ``parameter.grad`` is complete, earlier micro-batches included.
+        """Hook: ``parameter.grad`` is complete, including earlier micro-batches.
 
         It moves into its bucket at once, so that its own memory serves the next gradient.
         """
@@ -172,7 +175,7 @@ class DDP(Replicated):
         self.launch_full_buckets()
 
     def launch_full_buckets(self) -> None:  # [4]
-        """Launch in the agreed order, up to the first bucket that still waits for a gradient."""
+        """Launch buckets in the agreed order, up to the first that still waits for a gradient."""
         # Rule (a): backends match calls by their order, so a bucket that is full early must wait.
         while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
             self.launch(self.buckets[self.launched])
@@ -188,25 +191,25 @@ class DDP(Replicated):
         return self.reducer.all_reduce(bucket.outgoing(self.step), self.comm)
 
     def contribution(self, index: int) -> Tensor | None:
-        """This rank's gradient of a parameter; ``None`` (zero) if it did not use it."""
+        """This rank's gradient of a parameter; ``None`` (zero) if it was not used."""
         return self.parameters[index].grad
 
     def backward_ended(self) -> None:
-        """Send what it did not fill, before another stage's."""
+        """Send the incomplete buckets before those of another stage."""
         if self.syncing:
             self.launch_rest()
 
     def sit_out(self) -> None:
-        """Zeros in all buckets."""
+        """Contribute zeros to all buckets."""
         self.launch_rest()
 
     def launch_rest(self) -> None:
-        """Launch what is not full."""
+        """Launch the incomplete buckets."""
         for bucket in self.buckets[self.launched :]:
             self.launch(bucket)
 
     def finish(self) -> None:
-        """Send what backward did not fill, wait for all, and drop what no rank used."""
+        """Send the remaining buckets, wait for all, and drop gradients that no rank used."""
         self.launch_rest()  # [5]
         # Before the waits: afterwards every parameter has a gradient, used or not.
         votes = self.comm.begin_agreement(self.usage_votes(), "sum")
@@ -215,7 +218,7 @@ class DDP(Replicated):
         self.count(votes.wait())
 
     def wait_and_publish(self, bucket: GradientBucket) -> None:
-        """Wait for ``bucket``; its members' gradients become views of it."""
+        """Wait for ``bucket`` and make its members' gradients views of it."""
         assert bucket.work is not None
         bucket.work.wait()
         for index, view in bucket.views.items():
@@ -232,7 +235,7 @@ class DDP(Replicated):
         return [*used, *arrived, int(self.computed), root]
 
     def count(self, votes: Sequence[int]) -> None:
-        """Read the sum of the votes: what nobody used, and what came late on some rank."""
+        """Read the sum of the votes: parameters that no rank used, and late ones."""
         *of_parameters, computed, root = votes
         used = of_parameters[: len(self.parameters)]
         arrived = of_parameters[len(self.parameters) :]
@@ -245,7 +248,7 @@ class DDP(Replicated):
         self.root_computed = bool(root)
 
     def after_step(self) -> None:
-        """Clear gradients; agree anew on the buckets if use has changed."""
+        """Clear gradients; agree again on the buckets if use has changed."""
         # First, for gradients are views of the buckets: old and new ones would both have memory.
         super().after_step()
         # Both come from summed votes, so that all ranks enter the broadcast or none does.  [7]
@@ -256,12 +259,14 @@ class DDP(Replicated):
             self.lay_out()
 
     def agree_on_order(self) -> None:
-        """Take rank 0's order of arrival; what did not arrive there goes to the end, in order."""
+        """Adopt rank 0's order of arrival; parameters that did not arrive there go to the end, in
+        order.
+        """
         rest = [index for index in self.order if index not in self.arrivals]
         self.order = self.comm.agree([*self.arrivals, *rest], "first", dtype=torch.int64)
 
     def lay_out(self) -> None:
-        """Make the buckets: prompt parameters in order, then the late ones together (rule b)."""
+        """Build the buckets: prompt parameters in order, then the late ones together (rule b)."""
         prompt = [index for index in self.order if index not in self.late]
         late = [index for index in self.order if index in self.late]
         limits = (self.options.first_bucket_bytes, self.options.bucket_bytes)
@@ -287,7 +292,7 @@ class ReferenceDDP(Engine):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """Everything that the ``ddp`` profile asks for."""
+        """The capabilities that the ``ddp`` profile requires."""
         chosen = parse_options(Options, options)
         features, buffers = ["accumulation_without_communication", "overlap"], "per_rank"
         if chosen.broadcast_buffers:

@@ -1,4 +1,4 @@
-"""DiLoCo: ranks train alone; an outer optimizer takes how far they came for a gradient.
+"""DiLoCo: ranks train alone, and an outer optimizer uses their progress as a gradient.
 
 Problem.  Local SGD forgets, at every meeting, where ranks were heading: with hundreds of steps in
 between, the mean of what they found is a step of its own, and can have a rate and momentum of its
@@ -51,7 +51,7 @@ START, MOMENTUM = f".{OUTER}start", f".{OUTER}momentum"
 
 @dataclass(frozen=True)
 class Options(Meets):
-    """``every``: H; rate and momentum of the outer optimizer; and what is saved."""
+    """``every``: H; rate and momentum of the outer optimizer; and the checkpoint format."""
 
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -84,19 +84,21 @@ class DiLoCo(Alone):
 
     @torch.no_grad()
     def meet(self) -> None:
-        """One step of the outer optimizer, the same on all ranks; all go on from where it led."""
+        """Take one step of the outer optimizer, equal on all ranks, and continue from its
+        result.
+        """
         pseudo_gradients = self.pseudo_gradients()  # [1]
         self.outer_step(pseudo_gradients)
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             parameter.copy_(start)  # [4]
 
     def pseudo_gradients(self) -> list[Tensor]:
-        """How far ranks came since the start, on average, the way that a gradient points."""
+        """The average change of the ranks since the start, with the sign of a gradient."""
         pairs = zip(self.starts, self.parameters, strict=True)
         return mean([start - parameter for start, parameter in pairs], self.comm)
 
     def outer_step(self, gradients: Sequence[Tensor]) -> None:
-        """SGD with Nesterov momentum, on the start."""
+        """SGD with Nesterov momentum, applied to the start."""
         rate, kept = self.options.outer_lr, self.options.outer_momentum
         for index, (start, gradient) in enumerate(zip(self.starts, gradients, strict=True)):
             step = gradient
@@ -107,7 +109,9 @@ class DiLoCo(Alone):
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """The outer optimizer begins anew from what was loaded, unless its state is loaded next."""
+        """Restart the outer optimizer from the loaded parameters; a later load of its state
+        replaces it.
+        """
         super().loaded()
         for start, parameter in zip(self.starts, self.parameters, strict=True):
             start.copy_(parameter)
@@ -115,7 +119,7 @@ class DiLoCo(Alone):
             momentum.zero_()
 
     def outer_pieces(self) -> list[Piece]:
-        """Both, as slots of the optimizer."""
+        """Start and momentum, as slots of the optimizer."""
         slots = {START: self.starts, MOMENTUM: self.momenta}
         return [
             Piece.whole(name + slot, tensor, replica=self.replica)
@@ -133,7 +137,7 @@ class ReferenceDiLoCo(TrainsAlone):
 
     @classmethod
     def meeting(cls, options: Mapping[str, Any]) -> Meeting:
-        """The outer step, by torch's optimizer."""
+        """The outer step, computed by torch's optimizer."""
         chosen = parse_options(Options, options)
         return OuterStep(chosen, chosen)
 
@@ -143,12 +147,12 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class OuterStep(Meeting):
-    """What the oracle is told: the pseudo-gradient for ``torch.optim.SGD``."""
+    """The meeting for the oracle: the pseudo-gradient goes into ``torch.optim.SGD``."""
 
     options: Options
 
     def begin(self, parameters: Tensors) -> dict[str, Tensor]:
-        """The start, and no momentum yet."""
+        """Store the start; there is no momentum yet."""
         kept = {name + START: value.clone() for name, value in parameters.items()}
         if self.options.outer_momentum:
             kept |= {name + MOMENTUM: torch.zeros_like(p) for name, p in parameters.items()}
@@ -157,7 +161,7 @@ class OuterStep(Meeting):
     def meet(
         self, ends: Sequence[Tensors], kept: Tensors
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Where the outer optimizer leads from the start."""
+        """The result of the outer optimizer's step from the start."""
         after: dict[str, Tensor] = {}
         for name in ends[0]:
             start = nn.Parameter(kept[name + START].clone())

@@ -1,4 +1,4 @@
-"""Elastic data parallelism: members join, leave and die while training goes on.
+"""Elastic data parallelism: members join, leave and die during training.
 
 Problem.  Machines are taken away and given back.  Who restarts everything each time loses work;
 who goes on with whoever is there must take care that a step is everybody's or nobody's, that a
@@ -92,8 +92,8 @@ PROGRESS = "elastic"
 
 @dataclass(frozen=True)
 class Options(Compressing):
-    """``batch``: what stays when members change.  ``bucket_bytes``: most gradients in one call.
-    ``compress``: residuals are each member's own.
+    """``batch``: the batch that stays constant when members change. ``bucket_bytes``: the largest
+    bucket. ``compress``: every member keeps its own residuals.
     """
 
     batch: Literal["global", "local"] = "global"
@@ -121,18 +121,18 @@ class Elastic(Replicated):
         broadcast_tensors(list(named_state(module).values()), comm)
 
     def regroup(self, comm: Comm, reducer: Reducer) -> None:
-        """Go on over ``comm``: nothing is left of calls of the group before."""
+        """Continue over ``comm``, without calls of the previous group."""
         self.comm, self.reducer, self.replica = comm, reducer, comm.rank
         self.forget()
 
     def forget(self) -> None:
-        """No gradient, and no call under way."""
+        """Drop gradients and pending calls."""
         self.after_step()
         for bucket in self.buckets:
             bucket.reset()
 
     def finish(self) -> None:
-        """Sum, and vote: on return the step is everybody's."""
+        """Sum and vote; on return the step is committed on all members."""
         votes = self.votes()
         for bucket in self.buckets:  # [2]
             bucket.pack(self.parameters[index].grad for index in bucket.members)
@@ -147,14 +147,16 @@ class Elastic(Replicated):
                 self.parameters[index].grad = view if used[index] else None
 
     def votes(self) -> list[int]:
-        """Which parameters this member used, and on how many samples."""
+        """The parameters that this member used, and its number of samples."""
         used = [int(parameter.grad is not None) for parameter in self.parameters]
         return [*used, self.samples]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """``samples`` and ``steps`` that are committed; ``began``: members that took the first."""
+    """``samples`` and ``steps`` that are committed; ``began``: the number of members in the first
+    step.
+    """
 
     samples: int
     steps: int
@@ -163,7 +165,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Moved:
-    """What a step moves before it is committed; ``kept``: by the reducer."""
+    """State that a step changes before it is committed; ``kept``: that of the reducer."""
 
     buffers: Mapping[str, Tensor]
     generators: Mapping[str, Tensor]
@@ -180,21 +182,21 @@ class ReferenceElastic(Engine):
 
     @late
     def checkpointing_type(cls) -> type[Checkpointing]:
-        """Saves and loads."""
+        """Save and load with any number of members."""
         from shardproof.impls.reference.parts.joining import MembersCheckpoints
 
         return MembersCheckpoints
 
     @late
     def owed_type(cls) -> type[Owed]:
-        """Keeps what a member that is alone has not sent."""
+        """Keep the residuals of a member that is alone."""
         from shardproof.impls.reference.parts.compressors.owed import Owed
 
         return Owed
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """Plain sums, whoever computes them."""
+        """Plain sums, whichever member computes them."""
         chosen = parse_options(Options, options)
         exact = Capabilities(
             dtypes=("float64", "float32"),
@@ -213,7 +215,7 @@ class ReferenceElastic(Engine):
         mesh: Mesh,
         options: Mapping[str, Any],
     ) -> None:
-        """As all; who is to join does so alone, and has nothing that counts."""
+        """Set up as usual; a later joiner sets up alone, and its state does not count."""
         if optimizer.scaler is not None:
             raise Refused("a loss scaler: it would be voted on after the commit; leave it out")
         self.chosen = parse_options(Options, options)
@@ -227,7 +229,9 @@ class ReferenceElastic(Engine):
         return self.handle_type(module, mesh.comm("replicate"), self.chosen, self.reducer)
 
     def make_reducer(self) -> Reducer:
-        """Who is alone has nobody to send to, but may owe what it has not sent to others."""
+        """Create the reducer: a member that is alone sends nothing but may keep residuals for
+        others.
+        """
         is_alone = self.chosen.compress is not None and self.mesh.size("replicate") == 1
         return self.owed_type() if is_alone else super().make_reducer()
 
@@ -249,7 +253,7 @@ class ReferenceElastic(Engine):
         return result
 
     def remember(self) -> Moved:
-        """Copies of what a step moves before it is committed."""
+        """Copy the state that a step changes before it is committed."""
         return Moved(
             {name: buffer.clone() for name, buffer in self.module.named_buffers()},
             {name: g.get_state() for name, g in self.generators().items()},
@@ -258,7 +262,7 @@ class ReferenceElastic(Engine):
 
     @torch.no_grad()
     def put_back(self, before: Moved) -> None:
-        """Let the step be as if it had never begun."""
+        """Restore the state from before the step."""
         for name, buffer in self.module.named_buffers():
             buffer.copy_(before.buffers[name])
         for name, generator in self.generators().items():
@@ -267,7 +271,7 @@ class ReferenceElastic(Engine):
         self.handle.forget()  # type: ignore[attr-defined]
 
     def generators(self) -> dict[str, Generator]:
-        """What dropouts draw from, by name; none that rank threads share, which are nobody's."""
+        """Name -> generator of a dropout, without those that rank threads share."""
         found = generators_of(self.module, torch.device(self.mesh.device))
         is_process = threading.current_thread() is threading.main_thread()
         return {n: g for n, g in found.items() if is_process or n not in ("torch", "cuda")}
@@ -277,14 +281,14 @@ class ReferenceElastic(Engine):
         return self.committed.samples
 
     def hand_over(self, left: Sequence[int]) -> None:
-        """What those who leave owe, the first that stays will pay."""
+        """Pass the residuals of leaving members to the first one that stays."""
         own = self.reducer.pieces() if self.mesh.rank in left else []
         given = self.mesh.comm("replicate").all_gather_object(own)
         if self.mesh.rank == next(rank for rank in self.mesh.ranks if rank not in left):
             self.handed = [piece for pieces in given for piece in pieces]
 
     def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
-        """Go on over ``mesh``: who is behind takes over what the others have."""
+        """Continue over ``mesh``; members that are behind copy the state of the others."""
         comm = mesh.comm("replicate")
         self.mesh = mesh
         owed = [*self.reducer.pieces(), *self.handed]
@@ -303,18 +307,18 @@ class ReferenceElastic(Engine):
         self.follow()
 
     def follow(self) -> None:
-        """Let the learning rate follow the members, where the batch does."""
+        """Scale the learning rate with the members if the batch follows them."""
         if self.chosen.batch == "local":
             # 1, with all its bits, among as many members as began
             rate = self.mesh.size("replicate") / self.committed.began
             self.spec = replace(self.asked, lr=self.asked.lr * rate)
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
-        """As all, with the progress: for members that are processes started anew."""
+        """Save as usual, with the progress, for members in restarted processes."""
         return super().save(path, {**extra, PROGRESS: asdict(self.committed)})
 
     def load(self, path: Path) -> Mapping[str, Any]:
-        """As all; go on as many members as are here now."""
+        """Load as usual and continue with the current number of members."""
         extra = dict(super().load(path))
         if PROGRESS in extra:  # else another strategy saved it
             self.committed = Progress(**extra.pop(PROGRESS))
@@ -322,7 +326,7 @@ class ReferenceElastic(Engine):
         return extra
 
     def held(self) -> dict[str, Any]:
-        """All that training depends on."""
+        """All state that training depends on."""
         return {
             "model": named_state(self.module),
             "optimizer": self.optimizer.state_dict(),
@@ -331,7 +335,7 @@ class ReferenceElastic(Engine):
         }
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Go on as the member that held ``state``."""
+        """Continue as the member that held ``state``."""
         self.finish_copies()
         load_state(self.module, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

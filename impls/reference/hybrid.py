@@ -106,7 +106,8 @@ DATA = {
 
 @dataclass(frozen=True)
 class Options(PipelineOptions, Training):
-    """``data``: the strategy of the data axes; ``data_options``: its options, beside those here.
+    """``data``: the strategy of the data axes; ``data_options``: its options, in addition to those
+    here.
 
     ``sequence_parallel`` and ``loss_parallel`` are for the tensor axis, the rest for the pipeline.
     """
@@ -122,7 +123,7 @@ class Options(PipelineOptions, Training):
 
     @staticmethod
     def elsewhere(name: str) -> str:
-        """Where to write an option of a strategy on the data axes; empty: none has it."""
+        """Where to write an option of a strategy on the data axes; empty if none has it."""
         takers = [k for k, one in DATA.items() if name in (f.name for f in fields(one.options))]
         if not takers:
             return ""
@@ -150,7 +151,7 @@ class Options(PipelineOptions, Training):
 
     @property
     def rounds_take_turns(self) -> bool:
-        """Whether stages of one rank reduce every micro-batch, in the schedule's order."""
+        """Whether stages of one rank reduce every micro-batch in the schedule's order."""
         return self.data == "zero2" and self.chosen.has_several
 
     @property
@@ -170,7 +171,7 @@ class ReferenceHybrid(ReferencePipeline):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """Everything that the ``hybrid`` profile asks for, on any of the axes."""
+        """The capabilities that the ``hybrid`` profile requires on any of the axes."""
         chosen = parse_options(Options, options)
         inner = chosen.strategy_options
         layers = tensor.ReferenceTensor.capabilities(
@@ -194,7 +195,7 @@ class ReferenceHybrid(ReferencePipeline):
     def schedule(  # type: ignore[override]  # without stages there is none
         cls, options: Mapping[str, Any], ranks: int, micro_batches: int
     ) -> Schedule | None:
-        """What one window runs, if there are stages."""
+        """The schedule of one window, if there are stages."""
         return super().schedule(options, ranks, micro_batches) if ranks > 1 else None
 
     def setup(
@@ -216,11 +217,13 @@ class ReferenceHybrid(ReferencePipeline):
 
     @classmethod
     def summing(cls, options: Mapping[str, Any]) -> Any:
-        """Those of the data axes: the other axes sum activations, by the backend's own."""
+        """The options of the data axes; the other axes sum activations with the backend's
+        collectives.
+        """
         return parse_options(Options, options).strategy_options
 
     def check(self, mesh: Mesh) -> None:
-        """Whether the strategy of the data axes takes those that the mesh has."""
+        """Refuse a mesh that does not fit the strategy of the data axes."""
         data, inner = self.options.data, self.options.strategy_options
         has_data = bool(summing(mesh.axes))
         for name, none in () if has_data else (("precision", Precision()), ("offload", "none")):
@@ -269,7 +272,9 @@ class ReferenceHybrid(ReferencePipeline):
         return Engine.recompute(self, module, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
-        """Split the layers, cut what is left into stages, give those to the data axes."""
+        """Split the layers, cut the result into stages, and apply the data strategy to the
+        stages.
+        """
         self.layers: tensor.TensorParallel | None = None
         # First: the other axes then see a smaller model, and need not know that it was split.
         if "tensor" in mesh.axes:
@@ -285,7 +290,7 @@ class ReferenceHybrid(ReferencePipeline):
         return stages
 
     def wrap(self, module: nn.Module) -> Handle:
-        """``module``, a stage or a tied tensor or all, on the data axes."""
+        """Apply the data axes to ``module``: a stage, a tied tensor or the whole model."""
         axes = summing(self.mesh.axes)
         if not axes:
             return Local(module)
@@ -298,7 +303,7 @@ class ReferenceHybrid(ReferencePipeline):
         return apply(module, comms, self.options.strategy_options, context)
 
     def backward(self, batch: Batch) -> Tensor | None:
-        """A schedule a window, or micro-batch after micro-batch.
+        """Run one schedule per window, or the micro-batches one by one.
 
         :raises Refused: the data coordinates have different numbers of micro-batches, and may not.
         """
@@ -312,17 +317,17 @@ class ReferenceHybrid(ReferencePipeline):
         return super().backward(batch) if self.is_cut else Engine.backward(self, batch)
 
     def evaluate(self, batch: Batch) -> Tensor | None:
-        """Through the stages, or whole."""
+        """Evaluate through the stages, or the whole model."""
         return super().evaluate(batch) if self.is_cut else Engine.evaluate(self, batch)
 
     def loss_of(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
-        """Of outputs that may be split over the tensor axis."""
+        """The loss of outputs that may be split over the tensor axis."""
         if self.layers is None:
             return super().loss_of(outputs, micro)
         return self.layers.loss(self.build, self.precision.cast_outputs(outputs), micro)
 
     def norm(self) -> Tensor:
-        """Every element once: those of first copies, over all axes."""
+        """The norm of first copies over all axes, so every element counts once."""
         # From pieces, which know their copies: each strategy's own sum would count what ranks of
         # another axis hold as well.
         held = self.local_state("gradients")
@@ -332,7 +337,7 @@ class ReferenceHybrid(ReferencePipeline):
         return total_norm([(sum(own, start=nothing), axes)], self.mesh.comm)
 
     def held_pieces(self, kind: Kind) -> list[Piece]:
-        """What the data axes hold of a stage of a tensor rank, placed in the whole model."""
+        """The data axes' pieces of a tensor rank's stage, placed in the whole model."""
         held = super().held_pieces(kind)
         return [piece for local in held for piece in self.placed(local, kind)]
 
@@ -349,7 +354,7 @@ class ReferenceHybrid(ReferencePipeline):
         return cut.place(piece)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """Gathered over one axis after the other."""
+        """Whole tensors, gathered over one axis after another."""
         first = [piece for piece in self.local_state(kind) if piece.replica == 0]
         whole: dict[str, Tensor] = {}
         for piece in gather_over(first, [self.mesh.comm(axis) for axis in self.mesh.axes]):
@@ -357,7 +362,7 @@ class ReferenceHybrid(ReferencePipeline):
         return whole
 
     def close(self) -> None:
-        """Hooks and forwards of all."""
+        """Remove all hooks and restore all forwards."""
         super().close()
         if self.layers is not None:
             self.layers.close()

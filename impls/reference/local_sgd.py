@@ -1,4 +1,4 @@
-"""Local SGD: ranks train alone, and take the mean of their parameters every few steps.
+"""Local SGD: ranks train alone and average their parameters every few steps.
 
 Problem.  Data parallelism sends all gradients in every step.  Where the network is slow, ranks may
 as well make several steps on their own data and then agree: H times less is sent, for ranks that
@@ -46,7 +46,7 @@ from shardproof.impls.reference.parts.alone import Alone, Meeting, Meets, Trains
 
 @dataclass(frozen=True)
 class Options(Meets):
-    """``every``: H; and what is saved."""
+    """``every``: H; and the checkpoint format."""
 
 
 def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> LocalSGD:
@@ -59,7 +59,7 @@ class LocalSGD(Alone):
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Parameters become their mean, in place: the optimizer and its state hang on them."""
+        """Average the parameters in place, because the optimizer and its state refer to them."""
         for parameter, value in zip(self.parameters, mean(self.parameters, self.comm), strict=True):
             parameter.copy_(value)
 

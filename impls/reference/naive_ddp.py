@@ -46,7 +46,7 @@ from shardproof.impls.reference.parts.reducers import Bucket, Reducer
 
 @dataclass(frozen=True)
 class Options(OfWholes, Compressing, Followed, Saved):
-    """``all_reduce``, ``compress``, and what is saved."""
+    """``all_reduce``, ``compress``, and the checkpoint format."""
 
 
 def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> NaiveDDP:
@@ -64,7 +64,7 @@ class NaiveDDP(Replicated):
         broadcast_tensors(list(named_state(module).values()), comm)
 
     def finish(self) -> None:
-        """Sum gradient by gradient; zero where this rank has none, none where no rank has one."""
+        """Sum gradient by gradient: zero if only this rank has none, none if no rank has one."""
         # A sum of zeros does not tell whether anybody used the parameter: users are counted beside.
         votes = [p.grad is not None for p in self.parameters]
         used = self.comm.begin_agreement(votes, "sum")

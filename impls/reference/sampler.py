@@ -1,4 +1,4 @@
-"""A sampler: which samples each rank trains on, epoch by epoch, also after a stop in mid-epoch.
+"""A sampler: the samples of each rank, epoch by epoch, also after a resume within an epoch.
 
 *The problem.*  N ranks train on one data set of n samples.  In every epoch each sample is to be
 trained on once, by one rank, in another order than before.  Nobody wants to send a list of n
@@ -53,7 +53,7 @@ from shardproof.contract import Capabilities, Options, Refused, SamplerSpec, Sam
 
 
 class Sampler(Sampling):
-    """Deals a permutation of (seed, epoch) out from a position on."""
+    """Deal out the permutation of (seed, epoch) from a position on."""
 
     depth = "layout"
 
@@ -98,7 +98,7 @@ class Sampler(Sampling):
         return self.evened(order, order[begin:])[self.spec.rank :: self.spec.world]
 
     def evened(self, order: Sequence[int], rest: Sequence[int]) -> list[int]:
-        """``rest`` of an epoch's ``order``, made a multiple of the ranks where that is asked."""
+        """The ``rest`` of an epoch's ``order``, made a multiple of the ranks if requested."""
         over = len(rest) % self.spec.world
         if not over or self.spec.tail == "uneven":
             return [*rest]
@@ -107,7 +107,7 @@ class Sampler(Sampling):
         return [*rest, *itertools.islice(itertools.cycle(order), self.spec.world - over)]
 
     def longest_share(self, rest: int) -> int:
-        """The most samples that a rank takes of ``rest``."""
+        """The largest number of samples per rank of ``rest``."""
         least, over = divmod(rest, self.spec.world)
         return least + (over > 0 and self.spec.tail != "drop")
 

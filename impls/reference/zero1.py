@@ -1,4 +1,4 @@
-"""ZeRO-1: every rank holds the model, but only a shard of the optimizer's state.
+"""ZeRO-1: every rank holds the model, but only a shard of the optimizer state.
 
 Problem.  Data parallelism keeps the optimizer's state, Adam's two moments and perhaps fp32 masters,
 on every rank, although all ranks compute the same update.  In ZeRO-1 each rank updates 1/N of the
@@ -61,7 +61,7 @@ def apply(module: nn.Module, comms: Comms, options: Options, context: Context = 
 
 
 class Zero1(ShardedUpdate):
-    """The handle: one round a step, during the last micro-batch's backward."""
+    """The handle: one round per step, during the last micro-batch's backward."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -70,20 +70,20 @@ class Zero1(ShardedUpdate):
             bucket.flat()  # kept for good: the memory of a step does not depend on its order
 
     def before_step(self, micro_batches: int) -> None:
-        """Forget the last step's gradients."""
+        """Drop the last step's gradients."""
         self.computed, self.sent_count = micro_batches > 0, 0
         for bucket in self.buckets:
             bucket.filled.clear()  # the memory stays, what lies in it no longer counts
             bucket.start_round()
 
     def accumulate(self, is_last: bool) -> None:
-        """Gradients leave during the last micro-batch's backward only."""
+        """Let gradients be sent during the last micro-batch's backward only."""
         # Until then they add up in their buckets [1]: reducing each would cost m times the traffic.
         if is_last:
             self.start_round()  # [2]
 
     def send(self, bucket: OwnedBucket) -> None:  # [3]
-        """Reduce in place: the sum of this rank's shard replaces that shard."""
+        """Reduce in place: the sum replaces this rank's shard."""
         self.reduce_scatter(bucket, bucket.own_gradients())
 
     def gradient(self, bucket: OwnedBucket) -> Tensor:
@@ -91,18 +91,18 @@ class Zero1(ShardedUpdate):
         return bucket.own_gradients()
 
     def backward_ended(self) -> None:
-        """Send what it did not fill, before another stage's."""
+        """Send the incomplete buckets before those of another stage."""
         if self.sending:
             self.end_round(computed=True)
 
     def sit_out(self) -> None:
-        """A rank without data takes part with zeros, once."""
+        """Contribute zeros once on a rank without data."""
         if self.sent_count < len(self.queue):
             self.start_round()
             self.end_round(computed=False)
 
     def finish(self) -> None:
-        """Send what backward did not fill, wait for all, agree on use."""
+        """Send the remaining buckets, wait for all, and agree on use."""
         if self.computed:
             self.end_round(computed=True)  # [4]
         else:
@@ -123,7 +123,7 @@ class ReferenceZero1(Engine):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """Everything that the ``zero1`` profile asks for."""
+        """The capabilities that the ``zero1`` profile requires."""
         exact = declared("sharded_optimizer", axes=("shard",), checkpoints=FORMATS)
         return lossy(exact, parse_options(Options, options))
 
@@ -133,7 +133,7 @@ class ReferenceZero1(Engine):
         return self.handle_type(module, mesh.comm("shard"), chosen, self.reducer)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """Whole tensors, gathered where they lie in shards."""
+        """Whole tensors, gathered if they lie in shards."""
         return gather_pieces(self.local_state(kind), self.mesh.comm("shard"))
 
 

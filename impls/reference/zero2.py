@@ -63,7 +63,7 @@ from shardproof.impls.reference.parts.sharded_update import ShardedUpdate
 
 @dataclass(frozen=True)
 class Options(sharded_update.Options):
-    """Smaller buckets than ZeRO-1's: three of them are all that exists of whole gradients."""
+    """Smaller buckets than in ZeRO-1: at most three buckets of whole gradients exist at a time."""
 
     bucket_bytes: int = 4 * 2**20
 
@@ -79,7 +79,7 @@ def apply(module: nn.Module, comms: Comms, options: Options, context: Context = 
 
 
 class Zero2(ShardedUpdate):
-    """The handle: a round for every micro-batch of the busiest rank."""
+    """The handle: one round per micro-batch of the busiest rank."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -96,16 +96,16 @@ class Zero2(ShardedUpdate):
         self.begun = 0
 
     def accumulate(self, is_last: bool) -> None:
-        """A micro-batch begins: it is a round of its own."""
+        """Start a micro-batch, which is a round of its own."""
         self.close_round()
         self.begin_round(computing=True)
 
     def backward_ended(self) -> None:
-        """Send what this backward left: others may wait for it in theirs."""
+        """Send the remaining buckets of this backward, which others may wait for."""
         self.close_round()
 
     def begin_round(self, computing: bool) -> None:  # [2]
-        """The next round, for which this rank has a micro-batch or not."""
+        """Start the next round, with or without a micro-batch on this rank."""
         # Before its first gradient: the bucket in flight may be the one that it belongs to.
         self.wait_and_accumulate()
         self.begun += 1
@@ -113,7 +113,7 @@ class Zero2(ShardedUpdate):
         self.start_round()
 
     def close_round(self) -> None:  # [5]
-        """Send what the running round has left."""
+        """Send the remaining buckets of the current round."""
         if self.sending:
             self.end_round(self.computing)
 
@@ -127,7 +127,7 @@ class Zero2(ShardedUpdate):
         self.reduce_scatter(bucket, sums)
 
     def wait_and_accumulate(self) -> None:  # [4]
-        """Wait for what is in flight, add it to the kept shard, and free the whole gradients."""
+        """Wait for pending reductions, add them to the kept shard, and free the whole gradients."""
         for bucket, sums in self.sums.items():
             assert bucket.work is not None
             bucket.work.wait()
@@ -140,12 +140,12 @@ class Zero2(ShardedUpdate):
         self.sums.clear()
 
     def gradient(self, bucket: OwnedBucket) -> Tensor:
-        """The kept shard; a bucket that was not sent has nothing to keep."""
+        """The kept shard; a bucket that was not sent has none."""
         unsent = bucket.parameters.shard[:0].to(bucket.parameters.gradient_dtype)
         return self.kept.get(bucket, unsent)
 
     def finish(self) -> None:
-        """Take part in the rounds that other ranks still have; agree on use."""
+        """Join the remaining rounds of other ranks; agree on use."""
         self.close_round()
         while self.begun < self.rounds:  # [6]
             self.begin_round(computing=False)
@@ -154,7 +154,7 @@ class Zero2(ShardedUpdate):
         self.publish_gradients()  # [7]
 
     def after_step(self) -> None:
-        """Let the kept shards go: forward has need of the memory."""
+        """Free the kept shards, because forward needs the memory."""
         super().after_step()
         self.kept.clear()
 
@@ -169,7 +169,7 @@ class ReferenceZero2(Engine):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """Everything that the ``zero2`` profile asks for."""
+        """The capabilities that the ``zero2`` profile requires."""
         exact = declared(
             "sharded_optimizer", "sharded_gradients", axes=("shard",), checkpoints=FORMATS
         )
@@ -181,7 +181,7 @@ class ReferenceZero2(Engine):
         return self.handle_type(module, mesh.comm("shard"), chosen, self.reducer)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """Whole tensors, gathered where they lie in shards."""
+        """Whole tensors, gathered if they lie in shards."""
         return gather_pieces(self.local_state(kind), self.mesh.comm("shard"))
 
 

@@ -1,4 +1,4 @@
-"""ZeRO-3: parameters are sharded, too; a unit exists whole only while it computes.
+"""ZeRO-3: parameters are sharded too; a unit is whole only while it computes.
 
 Problem.  Under ZeRO-2 every rank still holds all parameters, though at any moment it computes with
 those of one layer.  So each rank keeps 1/N of every unit; the unit is gathered right before its
@@ -95,7 +95,7 @@ class Zero3(WrappedModel):
     """The handle: when units are gathered, freed and reduced."""
 
     def before_forward(self, unit: ShardedUnit, again: bool) -> None:
-        """Gather the unit, wait for it, and start to gather the one that came next last time."""
+        """Gather the unit, wait for it, and prefetch the unit that followed it last time."""
         self.gather(unit)  # [1]
         unit.wait()
         if again:
@@ -110,7 +110,7 @@ class Zero3(WrappedModel):
             self.order.forward_ends(unit)
 
     def before_backward(self, unit: ShardedUnit) -> None:
-        """Gather the unit, wait for it, and start to gather the one before it."""
+        """Gather the unit, wait for it, and prefetch the unit before it."""
         if unit is self.root:
             # What the round before left under way: its whole gradients go before new ones come.
             self.wait_and_accumulate()
@@ -120,7 +120,7 @@ class Zero3(WrappedModel):
             self.gather(preceding)  # [5]
 
     def after_backward(self, unit: ShardedUnit) -> None:
-        """Free the parameters, send the gradients."""
+        """Free the parameters and send the gradients."""
         # First, so that whole parameters and packed gradients never lie side by side.
         unit.free()  # [6]
         self.reduce(unit)  # [7]
@@ -136,7 +136,7 @@ class ReferenceZero3(Engine):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """Everything that the ``zero3`` profile asks for."""
+        """The capabilities that the ``zero3`` profile requires."""
         chosen = parse_options(Options, options)
         sharded = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
         declines = chosen.wrap.declines | DECLINES
@@ -153,7 +153,7 @@ class ReferenceZero3(Engine):
         return self.handle_type(module, comms, plan, chosen.precision, self.context(chosen))
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """Gathered from all ranks."""
+        """Whole tensors, gathered from all ranks."""
         return gather_pieces(self.local_state(kind), self.mesh.comm("shard"))
 
 

@@ -53,7 +53,6 @@ NOT_YET: dict[str, set[str]] = {
         "impls/deepspeed",
         "impls/ecosystem",
         "impls/pytorch",
-        "impls/reference",
         "suite/backends",
         "suite/bench",
         "suite/campaign",

@@ -160,7 +160,9 @@ class CountIsTooNarrow(Faulty):
     **of("broadcast", layouts="dense"),
 )
 class GroupsOfOneSizeAreOne(Faulty):
-    """A group is looked up by its size, so a later group of the same size is taken for the first."""
+    """A group is looked up by its size, so a later group of the same size is taken for the
+    first.
+    """
 
     def __init__(self) -> None:
         super().__init__()

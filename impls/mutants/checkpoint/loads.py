@@ -405,7 +405,9 @@ class ResidualsBesideItsOwn(ReferenceDDP):
     weighed=True,
 )
 class SlotsOnTheDevice(Loading):
-    """Optimizer slots created by a load lie in another memory than those created by a first step."""
+    """Optimizer slots created by a load lie in another memory than those created by a first
+    step.
+    """
 
     def plan(self) -> None:
         host, self.system.host = self.system.host, None

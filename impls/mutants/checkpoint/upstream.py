@@ -69,7 +69,9 @@ class Rounded(State):
     checkpoint=CheckpointPlan(save_at=2, into={"mesh": {"tensor": 1}}),
 )
 class FusedRowsInThirds(PyTorchTensorParallel):
-    """Rows of fused projections are reordered as if keys and values had as many heads as queries."""
+    """Rows of fused projections are reordered as if keys and values had as many heads as
+    queries.
+    """
 
     def row_orders(self) -> Mapping[str, Sequence[int]]:
         ranks = self.mesh.size("tensor")

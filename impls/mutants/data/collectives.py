@@ -122,7 +122,9 @@ class LosesRemainder(Planted):
     killed_by=("equivalence", "replicas"),
 )
 class GathersBackwards(Planted):
-    """The rounds of the all-gather run in reverse, so chunks are passed on before they are summed."""
+    """The rounds of the all-gather run in reverse, so chunks are passed on before they are
+    summed.
+    """
 
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:

@@ -90,7 +90,9 @@ class MissesReplacedParameter(DDP):
     killed_by=("equivalence", "replicas"),
 )
 class LatchesSyncFlag(DDP):
-    """The decision to reduce is made in the first forward of a step, so accumulation never reduces."""
+    """The decision to reduce is made in the first forward of a step, so accumulation never
+    reduces.
+    """
 
     def accumulate(self, is_last: bool) -> None:
         # ``computed`` is still False in the first forward of a step.
@@ -301,7 +303,9 @@ class BroadcastsStaleBuffers(DDP):
     options=CNN_BUCKETS,
 )
 class BufferOrderByRank(DDP):
-    """Ranks list their buffers in different orders: sizes match, but values go to the wrong buffer."""
+    """Ranks list their buffers in different orders: sizes match, but values go to the wrong
+    buffer.
+    """
 
     def buffers(self) -> dict[str, Tensor]:
         named = list(super().buffers().items())

@@ -1,4 +1,6 @@
-"""Faults of samplers: the share of each rank in an epoch, its order, and its state after a resume."""
+"""Faults of samplers: the share of each rank in an epoch, its order, and its state after a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -305,7 +307,9 @@ class OrdersByTheNumberOfRanks(Sampler):
     **of(samples=60, resume_at=2, resumes=2),
 )
 class ForgetsTheResumeBefore(Sampler):
-    """A second stop in one epoch is counted from the first stop, not from the start of the epoch."""
+    """A second stop in one epoch is counted from the first stop, not from the start of the
+    epoch.
+    """
 
     def state(self, taken: int) -> Mapping[str, Any]:
         self.begin = 0

@@ -55,7 +55,9 @@ class ByTheHighestMetric(Consensus):
 
 @mutant("stopping_weighs_ranks_alike", says=f"{LATE}|{EARLY}|{OTHER_BEST}")
 class WeighsRanksAlike(Consensus):
-    """The mean of the ranks' means: a rank with little data has the same weight as one with much."""
+    """The mean of the ranks' means: a rank with little data has the same weight as one with
+    much.
+    """
 
     def metric(self, votes: Sequence[Vote]) -> float:
         return sum(vote.weighted / vote.weight for vote in votes) / len(votes)
@@ -123,7 +125,9 @@ class CountsPatienceAlone(Consensus):
     **of(without_data=True, patience=0, target=6),
 )
 class WithoutDataVotesZero(Consensus):
-    """A rank without data votes with a metric of 0 that counts, which pulls the mean to the target."""
+    """A rank without data votes with a metric of 0 that counts, which pulls the mean to the
+    target.
+    """
 
     def cast(self, step: int, metric: float, weight: float, asks: bool) -> Vote:
         return super().cast(step, metric, weight, asks) if weight else Vote(step, 0.0, 64.0, asks)

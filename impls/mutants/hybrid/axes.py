@@ -108,7 +108,9 @@ class CompensatesForOneAxis(ReferenceHybrid):
     mesh={"replicate": 2, "tensor": 2},
 )
 class SameMasksOnReplicas(ReferenceHybrid):
-    """Dropout draws by the position in the rank's own share, so every data rank has the same masks."""
+    """Dropout draws by the position in the rank's own share, so every data rank has the same
+    masks.
+    """
 
     def loss(self, micro: MicroBatch) -> Tensor:
         inputs = micro.inputs.clone()
@@ -170,7 +172,9 @@ class AddsNormsOfStages(ReferenceHybrid):
     mesh={"pipe": 2, "replicate": 2},
 )
 class ReducesAfterEveryWindow(ReferenceHybrid):
-    """After every window, the data axes reduce again the gradients that they have already reduced."""
+    """After every window, the data axes reduce again the gradients that they have already
+    reduced.
+    """
 
     def backward(self, batch: Batch) -> Tensor | None:
         losses: list[Tensor] = []

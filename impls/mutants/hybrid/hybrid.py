@@ -78,7 +78,9 @@ class OneShardGroupIsNoGroup(ReferenceHybrid):
     killed_by=("equivalence",),
 )
 class StartsAllFromRank0(ReferenceHybrid):
-    """The data axes start from rank 0 of the world, so all tensor ranks get its part of the layers."""
+    """The data axes start from rank 0 of the world, so all tensor ranks get its part of the
+    layers.
+    """
 
     def wrap(self, module: nn.Module) -> Handle:
         handle = super().wrap(module)

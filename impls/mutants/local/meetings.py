@@ -98,7 +98,9 @@ class DividesByTheSteps(LocalSGD):
     "local_takes_the_first", says="those of data coordinate 0", killed_by=("equivalence", "traffic")
 )
 class TakesTheFirst(LocalSGD):
-    """A meeting copies the first rank's parameters to all ranks, and the others' training is lost."""
+    """A meeting copies the first rank's parameters to all ranks, and the others' training is
+    lost.
+    """
 
     @torch.no_grad()
     def meet(self) -> None:

@@ -148,7 +148,9 @@ class DropsWhatTheDeadLeft(Server):
     options={"max_staleness": 0, "order": "in_turn", "dies": {"worker": 1, "turns": 2}},
 )
 class WaitsForTheDead(Server):
-    """The sum of a step waits for every worker, including a dead one, so no further update is made."""
+    """The sum of a step waits for every worker, including a dead one, so no further update is
+    made.
+    """
 
     def settle(self, turn: Turn) -> None:
         if len(self.kept) == self.workers:

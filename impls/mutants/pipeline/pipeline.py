@@ -198,7 +198,9 @@ class ActivationsCarryAnOffset(Messages):
     options=SPLIT,
 )
 class SplitBackwardOfOneInput(SplitBackward):
-    """A module with two inputs gets a gradient for the first one only: a cell's state is detached."""
+    """A module with two inputs gets a gradient for the first one only: a cell's state is
+    detached.
+    """
 
     def forward(self, kind: str, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         first, *rest = args

@@ -156,7 +156,9 @@ class WaitsInACircle(ReferencePipeline):
 
 
 def in_turn(rank: int, micro_batches: int, warm_up: int) -> list[Action]:
-    """``warm_up`` forwards, then forwards and backwards alternately, then the remaining backwards."""
+    """``warm_up`` forwards, then forwards and backwards alternately, then the remaining
+    backwards.
+    """
     order = [Action("F", rank, micro) for micro in range(warm_up)]
     for micro in range(micro_batches):
         order += [Action("F", rank, warm_up + micro)] * (warm_up + micro < micro_batches)
@@ -276,7 +278,9 @@ class ForgetsItselfInSecondWindow(ReferencePipeline):
 
 @mutant("schedule_swaps_backwards_of_first_stage", says="BW1@0 .* has BW0@0", options=GPIPE)
 class SwapsBackwardsOfFirstStage(Executor):
-    """The first stage, whose gradients no other stage needs, runs two backwards in swapped order."""
+    """The first stage, whose gradients no other stage needs, runs two backwards in swapped
+    order.
+    """
 
     def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
         order = list(schedule.orders[0])

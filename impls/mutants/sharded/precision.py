@@ -498,7 +498,9 @@ class NormOfScaledGradients(ReferenceZero2):
     steps=3,
 )
 class UseOutlivesSkip(ReferenceZero3):
-    """A parameter used in a skipped step counts as used in the next one and gets a zero gradient."""
+    """A parameter used in a skipped step counts as used in the next one and gets a zero
+    gradient.
+    """
 
     handle: Zero3
 

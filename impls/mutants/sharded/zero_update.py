@@ -1,4 +1,6 @@
-"""Faults of ZeRO-1 and ZeRO-2 after the gradients: clipping, parameter groups, state, evaluation."""
+"""Faults of ZeRO-1 and ZeRO-2 after the gradients: clipping, parameter groups, state,
+evaluation.
+"""
 
 from __future__ import annotations
 

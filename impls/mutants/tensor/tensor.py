@@ -420,7 +420,9 @@ class KvSummedOverTheAxis(TensorParallel):
     options=SEQUENCE,
 )
 class SumsRunningTotals(TensorParallel):
-    """Running sums are reduced after every micro-batch, including parts that were already summed."""
+    """Running sums are reduced after every micro-batch, including parts that were already
+    summed.
+    """
 
     def accumulate(self, is_last: bool) -> None:
         if any(p.grad is not None for _, p in self.trained()):

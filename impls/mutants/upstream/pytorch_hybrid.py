@@ -38,7 +38,9 @@ class NormOfOwnStage(Hybrid):
     workload=gpt("incomplete_window", micro_batches=4, windows=2),
 )
 class LosesEarlierWindows(Hybrid):
-    """A window of another size drops the gradients of earlier windows, as torch's first call does."""
+    """A window of another size drops the gradients of earlier windows, as torch's first call
+    does.
+    """
 
     def run(self, window: tuple[MicroBatch, ...], call: Callable[..., Any]) -> list[Tensor]:
         self.is_fresh = False

@@ -73,7 +73,9 @@ class TakesTheSum(Averager):
 
 @mutant("torch_local_divides_by_the_period", says="1.5 times the mean")
 class DividesByThePeriod(Averager):
-    """The sum over ranks is divided by the steps between meetings instead of the number of ranks."""
+    """The sum over ranks is divided by the steps between meetings instead of the number of
+    ranks.
+    """
 
     def meet(self, parameters: list[Tensor]) -> None:
         super().meet(parameters)

@@ -1,4 +1,4 @@
-"""Checkpoints: three formats over one file layer, and readers that trust nothing that they read.
+"""Checkpoints: three formats over one file layer, and readers that trust no input.
 
 A checkpoint is a folder; many stand in one root::
 

@@ -1,4 +1,4 @@
-"""Before a byte is written, all ranks agree on who writes what, by exchanging descriptions.
+"""Agreement on which rank writes what: all ranks exchange descriptions before the first byte.
 
     each rank    kind, name, place, replica, bytes of every piece that it holds, no elements
     all ranks    the same table, hence the same choice:
@@ -38,7 +38,7 @@ from shardproof.impls.reference.checkpoint.together import Together
 
 @dataclass(frozen=True)
 class State:
-    """What one rank has to save: pieces by kind (``manifest.KINDS``), and what is true of all.
+    """The state that one rank has to save: pieces by kind (``manifest.KINDS``), and global values.
 
     ``apart``: kinds whose copies may differ, the same on all ranks; all of them are written.
     """
@@ -64,7 +64,7 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True)
 class Agreed:
-    """The attempt that all ranks are about to make.
+    """The save attempt that all ranks have agreed on.
 
     ``writes`` are the pieces of all ranks that are to be written, in one order; ``table`` are this
     rank's, all of them; ``apart`` is the state's.
@@ -77,12 +77,12 @@ class Agreed:
 
     @property
     def id(self) -> str:
-        """What every file of the checkpoint carries."""
+        """The id that every file of the checkpoint carries."""
         return self.folder.name
 
 
 def place_of(piece: Piece) -> Place:
-    """Where ``piece`` lies."""
+    """The place of ``piece`` in its tensor."""
     shape = tuple(piece.global_shape)
     if piece.flat_range is not None:
         return Place(shape, None, piece.flat_range)
@@ -108,7 +108,7 @@ def agree(
     last: Agreed | None = None,
     from_rank0: bool = False,
 ) -> Agreed:
-    """The same on all ranks; a collective call.  Rank 0 makes a folder in ``root``.
+    """Agree on one attempt on all ranks; a collective call. Rank 0 makes a folder in ``root``.
 
     ``last``: what was agreed before, if it was.  ``from_rank0``: where rank 0 has a copy, that one
     is written.
@@ -146,7 +146,7 @@ def agree(
 
 
 class Told(NamedTuple):
-    """What each rank tells: its step and pieces, and the first one the folder that it made.
+    """The values that a rank sends to all: its step and pieces, and from rank 0 the folder.
 
     ``table``: none where the pieces are those of the last save.
     """
@@ -157,7 +157,9 @@ class Told(NamedTuple):
 
 
 def require_writable(about: About, root: Path) -> None:
-    """:raises CheckpointError: what readers would refuse, asked before anything is written."""
+    """:raises CheckpointError: state that readers would refuse; checked before anything is
+    written.
+    """
     try:
         require_bounds(json.dumps(asdict(about)).encode(), root)
     except (TypeError, ValueError, RecursionError) as error:
@@ -170,7 +172,7 @@ def require_writable(about: About, root: Path) -> None:
 def choose(
     table: Sequence[Described], from_rank0: bool, root: Path, apart: frozenset[str]
 ) -> tuple[Described, ...]:
-    """Of all pieces those that are written.
+    """Choose the pieces that are written.
 
     :raises CheckpointError: those of a name do not cover it, or do so twice.
     """
@@ -195,7 +197,9 @@ def choose(
 
 
 def _cost(copy: list[Described], load: Mapping[int, int], from_rank0: bool) -> tuple[int, ...]:
-    """What to compare copies by: bytes from other ranks, bytes of the busiest writer, number."""
+    """The cost of a choice of copies: bytes from other ranks, bytes of the busiest writer,
+    number.
+    """
     far = sum(one.bytes for one in copy if one.rank) if from_rank0 else 0
     return far, max(load[one.rank] + one.bytes for one in copy), copy[0].replica
 
@@ -212,7 +216,7 @@ def require_cover(kind: str, name: str, places: list[Place], file: Path) -> None
 
 
 def held(one: Described, tensor: torch.Tensor, key: str = "") -> Held:
-    """``one`` with its elements, under ``key`` or one that says kind, name, place and copy."""
+    """``one`` with its elements, under ``key`` or one made of kind, name, place and copy."""
     copy = f"#{one.replica}" if one.replica else ""
     where = "" if one.place.is_whole else str(one.place)
     key = key or f"{one.kind}/{one.name}{where}{copy}"
@@ -220,7 +224,7 @@ def held(one: Described, tensor: torch.Tensor, key: str = "") -> Held:
 
 
 def own_writes(agreed: Agreed, state: State, rank: int) -> list[Held]:
-    """What this rank writes, where ranks write what they hold themselves."""
+    """The pieces that this rank writes, if ranks write their own state."""
     return [
         held(one, state.pieces[one.kind][one.number].tensor)
         for one in agreed.writes

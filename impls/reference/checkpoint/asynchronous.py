@@ -1,4 +1,4 @@
-"""Asynchronous sharded: one thread copies and writes; an update waits until the copy is made.
+"""The format asynchronous: one thread copies and writes; an update waits until the copy is made.
 
     training   step | save: agree | forward, backward | update | step | step | save: wait ...
     writer                        \\- copy ----------- ^ rank-00000 -- index -- (rank 0: manifest)
@@ -51,14 +51,14 @@ _LOOK, _LOOKS = 0.02, 500
 
 
 class Growth:
-    """Whether a folder's files still grow, asked again and again."""
+    """Repeated checks whether a folder's files still grow."""
 
     def __init__(self, folder: Path, patience: float) -> None:
         self.folder, self.patience = folder, patience
         self.bytes, self.since = -1, time.monotonic()
 
     def stands_still(self) -> bool:
-        """Nothing more since ``patience`` seconds."""
+        """Whether nothing has grown for ``patience`` seconds."""
         try:
             found = sum(path.stat().st_size for path in self.folder.iterdir())
         except OSError:  # a name that was just given up
@@ -69,7 +69,7 @@ class Growth:
 
 
 class Writer(threading.Thread):
-    """Writes one rank's pair; rank 0's commits when all pairs are there."""
+    """Write one rank's pair of files; rank 0's writer commits when all pairs exist."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Writer(threading.Thread):
         self.failure: Exception | None = None
 
     def run(self) -> None:
-        """What the thread does."""
+        """The body of the thread."""
         saver = self.saver
         self.is_given.wait()
         try:
@@ -115,7 +115,7 @@ class Writer(threading.Thread):
                 event.set()
 
     def all_indexes(self) -> list[Listed]:
-        """What every writing rank left, as soon as all of it is there; none if cancelled.
+        """The indexes of all writing ranks once all exist; none if cancelled.
 
         :raises CheckpointError: the folder no longer grows, and an index is missing.
         """
@@ -146,7 +146,7 @@ class Writer(threading.Thread):
 
 
 class AsynchronousSharded(Saver):
-    """Saves the checkpoints of one run behind the training's back, one at a time."""
+    """Save the checkpoints of one run in the background, one at a time."""
 
     kind = "sharded"
     patience = PATIENCE
@@ -157,7 +157,7 @@ class AsynchronousSharded(Saver):
     waited = 0.0
 
     def save(self, state: State) -> Path:
-        """Start to save; a collective call, which first waits for the save before.
+        """Start to save; a collective call that first waits for the previous save.
 
         The folder of the checkpoint, which is committed when :meth:`wait` returns, or earlier.
 
@@ -185,7 +185,7 @@ class AsynchronousSharded(Saver):
     _copies: Sequence[Tensor] = ()
 
     def room(self, tensors: Sequence[Held]) -> list[Held]:
-        """Host memory for copies; that of the copies before, if it fits."""
+        """Host memory for copies; the memory of the previous copies if it fits."""
         kept = dict(enumerate(self._copies))
         self._copies = ()
         copies = []
@@ -200,7 +200,7 @@ class AsynchronousSharded(Saver):
 
     @torch.no_grad()
     def fill(self, copies: Sequence[Held], tensors: Sequence[Held], later: bool) -> None:
-        """Copy what only an update changes (``later``), or the rest."""
+        """Copy the tensors that only an update changes (``later``), or the others."""
         for mine, one in zip(copies, tensors, strict=True):
             if (one.kind in _LATER) == later:
                 mine.tensor.copy_(one.tensor)
@@ -213,7 +213,7 @@ class AsynchronousSharded(Saver):
             self.waited += time.perf_counter() - began
 
     def wait(self) -> None:
-        """Return when what was saved last is committed; a collective call.
+        """Return when the last save is committed; a collective call.
 
         :raises CheckpointError: on all ranks, if a rank's writer failed or stands still.
         """
@@ -231,6 +231,6 @@ class AsynchronousSharded(Saver):
                 raise
 
     def abort(self) -> None:
-        """The writer commits nothing any more, and ends with the tensor that it writes."""
+        """Make the writer commit nothing further and stop after its current tensor."""
         if self.under_way is not None:
             self.under_way.cancelled.set()

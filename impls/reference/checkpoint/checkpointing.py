@@ -1,4 +1,6 @@
-"""The checkpoints of one system: saves under way, what was loaded, what the next save continues."""
+"""The checkpoints of one system: pending saves, the loaded state, and the branch of the next
+save.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Checkpointing:
-    """Saves and loads ``system``, whose option ``checkpoint`` says how."""
+    """Save and load ``system`` as its option ``checkpoint`` says."""
 
     # What saves, one for each format, and what reads.
     full_type: type[Saver] = Full
@@ -51,13 +53,15 @@ class Checkpointing:
         return saver
 
     def branch(self, root: Path) -> Branch | None:
-        """The run that a save into ``root`` continues: that of the load, or of another root."""
+        """The branch that a save into ``root`` continues: that of the load, or a new one for
+        another root.
+        """
         if self.loaded is not None and root.resolve() == self.loaded.folder.parent.resolve():
             return self.loaded.branch
         return Branch(self.run) if self.run else None
 
     def load(self, path: Path) -> Mapping[str, Any]:
-        """Load from ``path``; the ``extra`` that was saved.
+        """Load from ``path`` and return the saved ``extra``.
 
         :raises CheckpointError: the checkpoint is damaged, or is of another model.
         """
@@ -67,16 +71,16 @@ class Checkpointing:
         return self.loaded.extra
 
     def finish_copies(self) -> None:
-        """Wait until saves under way have copied what is about to change."""
+        """Wait until pending saves have copied the tensors that are about to change."""
         for saver in self.savers.values():
             saver.before_update()
 
     def finish_saves(self) -> None:
-        """Wait for all saves under way."""
+        """Wait for all pending saves."""
         while self.savers:
             self.savers.popitem()[1].wait()
 
     def abort(self) -> None:
-        """Give up saves under way."""
+        """Abandon pending saves."""
         for saver in self.savers.values():
             saver.abort()

@@ -23,7 +23,7 @@ _MOST_SUMS = 1 << 16
 
 
 def chunk_for(size: int) -> int:
-    """Bytes of a chunk of a tensor of ``size`` bytes: a power of two."""
+    """Bytes per chunk of a tensor of ``size`` bytes: a power of two."""
     chunk = 1 << max(size // _PARTS, 1).bit_length() - 1
     chunk = min(max(chunk, PAGE), MOST)
     while chunk * _MOST_SUMS < size:
@@ -32,14 +32,14 @@ def chunk_for(size: int) -> int:
 
 
 class Sums:
-    """Checksums of the chunks of one tensor, which comes in blocks of any length."""
+    """Checksums of the chunks of one tensor, which arrives in blocks of any length."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk, self.found = chunk, array("I")
         self._filled = self._sum = 0
 
     def feed(self, block: memoryview) -> None:
-        """The next bytes."""
+        """Add the next bytes."""
         while block:
             part = block[: self.chunk - self._filled]
             self._sum = crc32(part, self._sum)
@@ -49,7 +49,7 @@ class Sums:
                 self.end()
 
     def end(self) -> None:
-        """No more bytes: the last chunk may be shorter."""
+        """Close the last chunk, which may be shorter."""
         if self._filled:
             self.found.append(self._sum)
             self._filled = self._sum = 0

@@ -1,4 +1,4 @@
-"""What a reference strategy gives to a checkpoint.
+"""The state that a reference strategy gives to a checkpoint.
 
     parameters, buffers    the pieces that the rank holds
     optimizer              slots, masters and averages
@@ -43,7 +43,7 @@ class Contents:
         self.rank = mesh.ranks.index(mesh.rank)
 
     def state(self, extra: Mapping[str, Any]) -> State:
-        """All of it, and ``extra`` of the caller."""
+        """The whole state, and the caller's ``extra``."""
         system = self.system
         pieces = {kind: system.saved_pieces(kind) for kind in TRAINED}  # type: ignore[arg-type]
         pieces["extra"] = system.kept_pieces()
@@ -52,7 +52,7 @@ class Contents:
         return State(pieces, self.about(extra), system.handle.apart | {"buffers"})
 
     def about(self, extra: Mapping[str, Any]) -> About:
-        """What is not a tensor."""
+        """Values other than tensors."""
         system = self.system
         scaler, policy = system.scaler, dataclasses.asdict(system.precision)
         return About(

@@ -1,4 +1,4 @@
-"""Another format of a checkpoint, made in one process from its files alone.
+"""Conversion of a checkpoint to another format, in one process and from its files only.
 
     full       whole tensors under their own names: one tensor in memory at a time
     sharded    ``ranks`` data files; parameters and slots are cut into equal ranges of elements
@@ -38,7 +38,7 @@ BLOCK = 1 << 20
 def convert(
     source: Checkpoint, root: Path, kind: str, ranks: int, layer: FileLayer | None = None
 ) -> Path:
-    """Write ``source`` into ``root`` as ``kind``; the new checkpoint's folder.
+    """Write ``source`` into ``root`` in the format ``kind``; return the new checkpoint's folder.
 
     :raises CheckpointError: ``source`` is damaged, or ``root`` holds that step or another run.
     """
@@ -61,7 +61,7 @@ def convert(
 def write(
     source: Checkpoint, layer: FileLayer, agreed: Agreed, stem: str, tensors: Sequence[Held]
 ) -> Listed:
-    """One pair, tensor by tensor."""
+    """Write one pair of files, tensor by tensor."""
     with open_pair(layer, agreed, stem, tensors) as file:
         for held in file.tensors:
             target = torch.empty(held.tensor.shape, dtype=held.tensor.dtype)
@@ -72,7 +72,7 @@ def write(
 
 
 def tensor_of(source: Checkpoint, name: Name) -> Tensor:
-    """All of a tensor, its first copy, verified."""
+    """A whole tensor, verified; of several copies the first."""
     first = source.entries(name)[0]
     target = torch.empty(first.place.shape, dtype=DTYPES[first.dtype])
     source.fill(target, source.plan(Place.all_of(first.place.shape), name))
@@ -93,7 +93,7 @@ def blocks(source: Checkpoint, kind: str, name: str, copy: int) -> Iterator[tupl
 
 @contextmanager
 def nothing_left(root: Path) -> Iterator[None]:
-    """Where what follows fails: remove ``root`` and what it lies in, as far as made and empty."""
+    """On an error, remove ``root`` and its parents if they were created here and are empty."""
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         yield
@@ -105,7 +105,7 @@ def nothing_left(root: Path) -> Iterator[None]:
 
 
 def names(source: Checkpoint) -> Iterator[tuple[str, str, int, torch.dtype, tuple[int, ...]]]:
-    """Kind, name, number of the copy, dtype and shape of all that is there, sorted."""
+    """Kind, name, number of the copy, dtype and shape of all tensors, sorted."""
     for (kind, name), copies in sorted(source.copies.items()):
         for replica, entries in sorted(copies.items()):
             first = entries[0]
@@ -115,7 +115,7 @@ def names(source: Checkpoint) -> Iterator[tuple[str, str, int, torch.dtype, tupl
 def stand_in(
     kind: str, name: str, replica: int, dtype: torch.dtype, place: Place, rank: int, key: str
 ) -> Held:
-    """What is to be written, without elements."""
+    """The description of a tensor to write, without elements."""
     return Held(
         *(key, kind, name, place, replica, rank),
         torch.empty(place.own_shape, dtype=dtype, device="meta"),
@@ -123,7 +123,7 @@ def stand_in(
 
 
 def whole(source: Checkpoint) -> Mapping[str, list[Held]]:
-    """File -> whole tensors, as ``full.py`` has them."""
+    """File -> whole tensors, in the layout of ``full.py``."""
     files: dict[str, list[Held]] = {stem: [] for stem in FILES}
     stems = {kind: stem for stem, kinds in FILES.items() for kind in kinds}
     seen: set[tuple[str, str]] = set()
@@ -136,7 +136,7 @@ def whole(source: Checkpoint) -> Mapping[str, list[Held]]:
 
 
 def cut(source: Checkpoint, ranks: int) -> Mapping[str, list[Held]]:
-    """File -> equal ranges of parameters and slots; all else in the first."""
+    """File -> equal ranges of parameters and slots; everything else is in the first file."""
     files: dict[str, list[Held]] = {stem_of(rank): [] for rank in range(ranks)}
     for kind, name, replica, dtype, shape in names(source):
         numel, copy = math.prod(shape), f"#{replica}" if replica else ""

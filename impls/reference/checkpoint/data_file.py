@@ -56,7 +56,7 @@ _LENGTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a data file: the ``place`` of ``name`` that it holds, and where it lies.
+    """One tensor of a data file: its ``place`` in the tensor ``name``, and its bytes in the file.
 
     ``begin`` and ``end`` are bytes of the file; ``first_sum`` is the number of the first checksum.
     ``replica`` and ``owner``: which copy of the name it is, and the rank that held it.
@@ -76,13 +76,13 @@ class Entry:
 
     @property
     def chunk(self) -> int:
-        """Bytes that share a checksum."""
+        """Number of bytes that share a checksum."""
         return chunk_for(self.end - self.begin)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor to write: what :class:`Entry` says of it."""
+    """A tensor to write: its elements and the fields of :class:`Entry`."""
 
     key: str
     kind: str
@@ -94,13 +94,13 @@ class Held:
 
     @property
     def bytes(self) -> int:
-        """Of its elements."""
+        """Size of its elements."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """What is known of a data file: its tensors in order and the checksums of their chunks."""
+    """The description of a data file: its tensors in order, and the checksums of their chunks."""
 
     name: str
     bytes: int
@@ -111,7 +111,7 @@ class DataFile:
 
 
 def blocks_of(tensor: Tensor) -> Iterator[memoryview]:
-    """The elements as they lie in a file, block by block; no block is larger than :data:`BLOCK`.
+    """The elements in file order, block by block; no block is larger than :data:`BLOCK`.
 
     The tensor's own memory where that is contiguous and of the host, else copies of a block each.
     """
@@ -129,7 +129,7 @@ def blocks_of(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host."""
+    """The memory of a contiguous tensor in host memory."""
     if not tensor.numel():
         return memoryview(b"")
     elements: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
@@ -137,7 +137,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class Streamed:
-    """A data file under way, whose tensors come one at a time, in the order of ``tensors``.
+    """A data file being written, whose tensors arrive one at a time in the order of ``tensors``.
 
     That order is by size of an element, the largest first, so that every tensor lies aligned.  What
     is told at first may lie on the meta device; what is added has that shape and dtype.
@@ -192,7 +192,7 @@ class Streamed:
 
     @property
     def result(self) -> DataFile:
-        """What was written."""
+        """The description of the written file."""
         head = self.head
         found = self.path.name, self.at, len(head), crc32(head), self.sums
         return DataFile(*found, tuple(self.entries))
@@ -222,7 +222,7 @@ def _head(path: Path, tensors: Sequence[Held], identity: dict[str, str]) -> byte
 def read_head(
     data: bytes, size: int, file: Path
 ) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Key -> dtype, shape, begin and end in the file, of a header with its length before it.
+    """Key -> dtype, shape, begin and end in the file, from a header that starts with its length.
 
     ``size`` is that of the whole file.
 
@@ -254,7 +254,7 @@ def read_head(
 
 
 def head_bytes(start: bytes, size: int, file: Path, most: int) -> int:
-    """Bytes of header and length, by the first bytes of the file.
+    """Size of header and length field, from the first bytes of the file.
 
     :raises CheckpointError: no such file, or a header of over ``most`` bytes.
     """

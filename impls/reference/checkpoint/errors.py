@@ -1,4 +1,4 @@
-"""What every reader and writer of checkpoints raises, and the remedies."""
+"""The errors that all readers and writers of checkpoints raise, with remedies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Failure = tuple[str, str, str]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or read: the file, what is wrong, and what to do."""
+    """A checkpoint that cannot be written or read: the file, the problem and the remedy."""
 
     def __init__(self, file: Path | str, what: str, remedy: str) -> None:
         self.file, self.what, self.remedy = str(file), what, remedy
@@ -35,15 +35,15 @@ class CheckpointError(ValueError):
 
 
 class NotCommitted(CheckpointError):
-    """No manifest: a save that was cut short, or no checkpoint at all."""
+    """No manifest: an interrupted save, or no checkpoint at all."""
 
 
 class CheckpointWarning(UserWarning):
-    """Something of a checkpoint that has no place in the system that loaded it."""
+    """A part of a checkpoint that has no place in the system that loaded it."""
 
 
 def told(error: Exception, place: Path) -> Failure:
-    """What to tell of ``error``, whatever it is, which came up while ``place`` was used."""
+    """The message for any ``error`` that occurred while ``place`` was used."""
     if isinstance(error, CheckpointError):
         return error.file, error.what, error.remedy
     if isinstance(error, OSError):

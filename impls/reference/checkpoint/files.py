@@ -1,4 +1,4 @@
-"""The file layer: everything that a checkpoint does to a disk, in eight operations.
+"""The file layer: every disk operation of a checkpoint, as eight methods.
 
 A test replaces it by a recorder, which replays every prefix of the operations and loses what was
 not synced (``tests/support/lossy_disk.py``).  What may be lost, after POSIX:
@@ -22,7 +22,7 @@ class FileLayer:
     """The real disk.  Every method raises :class:`OSError` with the path in ``filename``."""
 
     def create(self, path: Path) -> int:
-        """A new file, open for writing; never one that exists already."""
+        """Create a new file, open for writing; fail if it exists."""
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
 
     def write(self, path: Path, file: int, data: memoryview) -> None:
@@ -35,7 +35,7 @@ class FileLayer:
                 raise
 
     def sync(self, path: Path, file: int) -> None:
-        """Return when the bytes of ``file`` outlive a power cut."""
+        """Return when the bytes of ``file`` would survive a power cut."""
         try:
             os.fsync(file)
         except OSError as error:
@@ -47,11 +47,11 @@ class FileLayer:
         os.close(file)
 
     def make_folder(self, path: Path) -> None:
-        """A new folder; never one that exists already."""
+        """Create a new folder; fail if it exists."""
         path.mkdir()
 
     def sync_folder(self, path: Path) -> None:
-        """Return when the names in ``path`` outlive a power cut."""
+        """Return when the names in ``path`` would survive a power cut."""
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
@@ -59,7 +59,7 @@ class FileLayer:
             os.close(folder)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give the file another name, at once."""
+        """Rename the file atomically."""
         old.rename(new)
 
     def unlink(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class FileLayer:
     # ------------------------------------------------------------------------- made of the above
 
     def write_file(self, path: Path, blocks: Iterable[memoryview]) -> None:
-        """A new file of ``blocks``, synced; its name is not, before :meth:`sync_folder`."""
+        """Write and sync a new file of ``blocks``; its name needs :meth:`sync_folder`."""
         file = self.create(path)
         try:
             for block in blocks:
@@ -83,7 +83,7 @@ class FileLayer:
             self.close(file)
 
     def make_folders(self, path: Path) -> None:
-        """``path`` and what it lies in, as far as missing, synced."""
+        """Create and sync ``path`` and its missing parents."""
         if path.is_dir():
             return
         self.make_folders(path.parent)
@@ -95,7 +95,7 @@ class FileLayer:
         self.sync_folder(path.parent)
 
     def remove_all(self, path: Path, first: str = "") -> None:
-        """Remove the folder ``path`` of files; ``first`` goes first, and for good."""
+        """Remove the folder ``path`` and its files; ``first`` is removed first and synced."""
         names = sorted(path.iterdir(), key=lambda file: file.name != first)
         for file in names:
             self.unlink(file)

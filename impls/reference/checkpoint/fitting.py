@@ -1,4 +1,4 @@
-"""Whether a checkpoint may be loaded by this system at all, asked before any tensor is."""
+"""Whether this system may load a checkpoint at all; checked before any tensor is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def require_fitting(system: Engine, checkpoint: Checkpoint) -> None:
-    """:raises CheckpointError: another optimizer, a mesh that was ruled out, ranks that parted."""
+    """:raises CheckpointError: another optimizer, an excluded mesh, or ranks that diverged."""
     _require_same_optimizer(system, checkpoint)
     if not system.checkpoints.reshape:
         _require_same_mesh(system, checkpoint)

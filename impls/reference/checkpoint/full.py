@@ -1,4 +1,4 @@
-"""Full from rank 0: one checkpoint of whole tensors, under their own names, that any tool opens.
+"""The format full: one checkpoint of whole tensors, under their own names, that any tool opens.
 
     rank 0     agree --+--------------------------+-- model.safetensors, optimizer.safetensors,
     rank 1     agree --+-- a tensor at a time ----+   rest.safetensors, indexes -- manifest
@@ -49,12 +49,12 @@ Copy = list[Described]
 
 
 class Full(Saver):
-    """Saves the checkpoints of one run; rank 0 writes whole tensors."""
+    """Save the checkpoints of one run; rank 0 writes whole tensors."""
 
     kind = "full"
 
     def save(self, state: State) -> Path:
-        """Save; a collective call.  The folder of the checkpoint, which is committed.
+        """Save; a collective call. Return the folder of the committed checkpoint.
 
         :raises CheckpointError: on all ranks, if rank 0 cannot; nothing is committed.
         """
@@ -67,7 +67,7 @@ class Full(Saver):
     def write(
         self, agreed: Agreed, state: State, stem: str, kinds: tuple[str, ...]
     ) -> Listed | None:
-        """One file of whole tensors, by rank 0; what the manifest says of it, on all ranks."""
+        """Write one file of whole tensors on rank 0; return its manifest entry on all ranks."""
         copies = copies_of(agreed, kinds)
         if not copies:
             return None
@@ -90,7 +90,9 @@ class Full(Saver):
         return found[0]
 
     def gather(self, copy: Copy, state: State) -> Tensor:
-        """The whole tensor that the ranks hold as ``copy``; on rank 0, which alone writes it."""
+        """The whole tensor that the ranks hold as ``copy``; only rank 0, which writes it, gets
+        it.
+        """
         mine = [state.pieces[one.kind][one.number] for one in copy if one.rank == self.rank]
         if {one.rank for one in copy} == {0}:
             pieces: list[Piece] = mine
@@ -107,14 +109,14 @@ class Full(Saver):
 
 
 def copies_of(agreed: Agreed, kinds: tuple[str, ...]) -> list[Copy]:
-    """What is written of ``kinds``: each name, each of its copies that are."""
+    """The tensors written for ``kinds``: each name with each of its copies."""
     own = [one for one in agreed.writes if one.kind in kinds]
     own.sort(key=lambda one: (kinds.index(one.kind), one.name, one.replica))
     return [list(some) for _, some in groupby(own, lambda one: (one.kind, one.name, one.replica))]
 
 
 def announced(copy: Copy) -> Held:
-    """A whole tensor to write, without elements, under its own name (a second copy: numbered)."""
+    """The description of a whole tensor under its own name (a second copy is numbered)."""
     first = copy[0]
     shape = first.place.shape
     whole = first._replace(place=Place.all_of(shape))

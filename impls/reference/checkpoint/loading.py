@@ -1,4 +1,4 @@
-"""A reference strategy takes what was saved, whatever saved it, in whatever world: all or none.
+"""Loading into a reference strategy from any strategy and any mesh: everything or nothing.
 
     find      rank 0 names the checkpoint; all ranks open that one
     plan      what this rank wants follows from its own pieces alone, so the strategy, mesh or world
@@ -57,7 +57,8 @@ _COUNTER = "step"
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What was loaded: the checkpoint, what is gone on with, and what had no place here.
+    """The result of a load: the checkpoint, the branch that continues, and the parts without a
+    place here.
 
     ``left_out`` are names; ``notes`` are sentences, of these and of hyperparameters that differ.
     ``bytes_read``: of this rank, data and metadata, each byte once (what was verified comes from
@@ -73,14 +74,14 @@ class Loaded:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """As it was given to ``save``."""
+        """The value that was given to ``save``."""
         data = {DATA: dict(self.about.data)} if self.about.data else {}
         return {**self.about.extra, **data}
 
 
 @dataclasses.dataclass(frozen=True)
 class Want:
-    """A tensor of this rank, the name that it is read from, and what is read of it."""
+    """A tensor of this rank, the name that it is read from, and the part that is read."""
 
     target: Tensor
     name: Name
@@ -127,18 +128,18 @@ class Loading:
         return self.loaded()
 
     def prepare(self, name: str) -> set[Name]:
-        """All that may fail; the names that this rank reads."""
+        """Run every step that may fail; return the names that this rank reads."""
         self.open(name)
         self.plan()
         return self.check()
 
     def find(self) -> str:
-        """The name of the checkpoint in ``path``, or that ``path`` is one."""
+        """Find the name of the checkpoint in ``path``; empty if ``path`` is a checkpoint."""
         found = find(self.path)
         return "." if found == self.path else found.name
 
     def open(self, name: str) -> None:
-        """Open the one that rank 0 found."""
+        """Open the checkpoint that rank 0 found."""
         self.checkpoint = self.reader_type.open(self.path / name)
         self.sources = Sources(self.system, self.checkpoint)
         require_fitting(self.system, self.checkpoint)
@@ -146,7 +147,7 @@ class Loading:
     # ------------------------------------------------------------------------------------- wants
 
     def plan(self) -> None:
-        """Where all that this rank holds is read from; slots are made, nothing else is changed."""
+        """Plan the source of every tensor of this rank. Slots are created; nothing else changes."""
         system, kept = self.system, outer_slots(self.checkpoint.copies)
         self.made = make_slots(system.optimizer, self.missing_slots(), system.host)
         for kind in TRAINED:
@@ -159,22 +160,24 @@ class Loading:
             self.wants[kind] = [self.whole(kind, name) for name in saved]
 
     def names(self, kind: str) -> list[str]:
-        """What was saved of ``kind``."""
+        """The saved names of ``kind``."""
         return self.checkpoint.names(kind)
 
     @property
     def has_same_ranks(self) -> bool:
-        """Whether state that belongs to one rank by name has a meaning here."""
+        """Whether the ranks match those that saved, so per-rank state has a meaning here."""
         return self.checkpoint.manifest.about.has_ranks_of(self.system.mesh.axes)
 
     def carried(self) -> list[str]:
-        """What reducers carried over and this rank goes on from: of parameters that it reduces."""
+        """The carried state that this rank's reducer resumes from: that of parameters that it
+        reduces.
+        """
         ours = set(self.system.handle.reduced())
         saved = [name for name in self.names("extra") if parameter_of(name) in ours]
         return self.system.reducer.wanted(saved)
 
     def missing_slots(self) -> Iterator[Piece]:
-        """A stand-in for each slot of what this rank updates that was saved and is not there.
+        """A placeholder for each saved slot that this rank updates but does not have yet.
 
         Where ranks train alone one of them may have used a parameter, and others not yet.
         """
@@ -191,7 +194,7 @@ class Loading:
                         yield Piece.whole(full, like)
 
     def want(self, kind: str, piece: Piece) -> Want:
-        """What is read for ``piece``.
+        """The read that fills ``piece``.
 
         :raises CheckpointError: it was not saved, or with another dtype or shape.
         """
@@ -206,7 +209,7 @@ class Loading:
         return Want(piece.tensor, name, reads)
 
     def whole(self, kind: str, name: str) -> Want:
-        """All of a tensor that belongs to this rank; memory for it comes later."""
+        """A whole tensor that belongs to this rank; its memory is allocated later."""
         first = self.checkpoint.entries((kind, name))[0]
         target = torch.empty(first.place.shape, dtype=DTYPES[first.dtype], device="meta")
         place = place_of(Piece.whole(name, target))
@@ -215,7 +218,7 @@ class Loading:
     # ---------------------------------------------------------------------------------- agreement
 
     def check(self) -> set[Name]:
-        """Verify every chunk that this rank needs; the names that are read."""
+        """Verify every chunk that this rank needs; return the names that are read."""
         checkpoint, wants = self.checkpoint, [w for some in self.wants.values() for w in some]
         for want in wants:
             checkpoint.check(want.reads)
@@ -223,7 +226,7 @@ class Loading:
         return {want.name for want in wants}
 
     def require_all(self, used: set[Name]) -> list[str]:
-        """What nobody here wants, though nothing is wrong with that.
+        """The saved tensors that no rank wants and that may be left out.
 
         :raises CheckpointError: a name that this model does not have.
         """
@@ -257,7 +260,7 @@ class Loading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read into the memory that trains; everything was verified."""
+        """Read into the trained tensors, after everything was verified."""
         system, about = self.system, self.checkpoint.manifest.about
         for kind in TRAINED:
             for want in self.wants[kind]:
@@ -275,7 +278,7 @@ class Loading:
         system.steps_done = about.step
 
     def read(self, want: Want) -> Tensor:
-        """Fill the target, or memory made for it where there is none."""
+        """Fill the target, or new memory if there is none."""
         target, dtype = want.target, self.sources.dtype(want.name)
         is_plain = target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
         memory = target if is_plain else torch.empty(target.shape, dtype=dtype)
@@ -283,7 +286,7 @@ class Loading:
         return memory if is_plain or target.is_meta else target.copy_(memory)
 
     def unmake(self) -> None:
-        """Remove the slots that were made."""
+        """Remove the slots that this load created."""
         for parameter, slot in self.made:
             state = self.system.optimizer.state[parameter]
             del state[slot]
@@ -291,7 +294,7 @@ class Loading:
                 del self.system.optimizer.state[parameter]
 
     def loaded(self) -> Loaded:
-        """What became of it."""
+        """The result of the load."""
         manifest, folder = self.checkpoint.manifest, self.checkpoint.folder
         seen = frozenset(one.path.name for one in folders(folder.parent) if one.is_committed)
         branch = Branch(manifest.run, (manifest.id, *manifest.before), seen)
@@ -301,7 +304,7 @@ class Loading:
         return Loaded(folder, branch, manifest.about, tuple(self.left_out), notes, self.bytes_read)
 
     def notes(self) -> Iterator[str]:
-        """What has no place here, in sentences; of state of ranks, that of this one."""
+        """The parts without a place here, as sentences; of per-rank state, that of this rank."""
         about, system = self.checkpoint.manifest.about, self.system
         if self.left_out:
             shown = ", ".join(self.left_out[:4]) + (", ..." if len(self.left_out) > 4 else "")
@@ -323,12 +326,12 @@ class Loading:
 
 
 def outer_slots(names: Iterable[Name]) -> set[str]:
-    """The slots of an outer optimizer, whatever their parameters."""
+    """The slots of an outer optimizer for all parameters."""
     return {
         name.rpartition(".")[2] for kind, name in names if kind == "optimizer" and is_outer(name)
     }
 
 
 def plain(value: object) -> str:
-    """As JSON has it."""
+    """The value as JSON stores it."""
     return json.dumps(value, default=dataclasses.asdict)

@@ -1,4 +1,4 @@
-"""One job saves into a root at a time: a lock, held from the beginning of a save to its commit.
+"""A lock for a root: one job at a time saves into it, from the start of a save to its commit.
 
     take      lock.json with O_EXCL: host, process, when that started, and a word of its own
     check     right before the manifest gets its name: is the word in the file still one's own?
@@ -33,7 +33,7 @@ _ATTEMPTS = 20
 
 
 class Owner(NamedTuple):
-    """Who has a lock: a process, and a word that tells savers of one process apart."""
+    """The owner of a lock: a process, and a word that distinguishes savers in one process."""
 
     host: str
     boot: str
@@ -51,7 +51,7 @@ class Lock:
         self.own = Owner(*here(), pid, started(pid), secrets.token_hex(8))
 
     def take(self) -> None:
-        """Make the file.
+        """Create the lock file.
 
         :raises CheckpointError: another job saves here, or may do so.
         """
@@ -65,13 +65,13 @@ class Lock:
         raise CheckpointError(self.path, what, "let one job save into this folder")
 
     def require(self) -> None:
-        """:raises CheckpointError: another job took it."""
+        """:raises CheckpointError: another job took the lock."""
         if self._owner() != self.own:
             what = "is no longer this job's: another one took this job for dead, or removed it"
             raise CheckpointError(self.path, what, "name another folder for one of the two")
 
     def release(self) -> None:
-        """Remove the file, if it is one's own."""
+        """Remove the lock file if this job owns it."""
         if self._owner() == self.own:
             self.layer.unlink(self.path)
 
@@ -87,7 +87,7 @@ class Lock:
             self.layer.close(file)
 
     def _read(self) -> Owner | None:
-        """What stands in the file; ``None``: it is gone.
+        """The content of the lock file; ``None`` if it is gone.
 
         :raises CheckpointError: nothing that was ever written there.
         """
@@ -106,7 +106,7 @@ class Lock:
         return None
 
     def _remove_if_dead(self) -> None:
-        """Give way to a new lock.
+        """Remove the lock if its owner is dead.
 
         :raises CheckpointError: its owner lives, or is elsewhere.
         """
@@ -142,7 +142,7 @@ class Lock:
 
 
 def here() -> tuple[str, str]:
-    """This machine (or container, which does not see the processes of others), and its boot."""
+    """This machine (or container, which does not see processes of others) and its boot."""
     parts, boot = [socket.gethostname()], ""
     with suppress(OSError):
         parts.append(Path("/etc/machine-id").read_text().strip())
@@ -154,7 +154,7 @@ def here() -> tuple[str, str]:
 
 
 def started(pid: int) -> int:
-    """When process ``pid`` started, in ticks since the boot; 0: there is none, or it is dead."""
+    """Start time of process ``pid`` in ticks since boot; 0 if there is none or it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: the manifest, and an index beside each data file.
+"""The metadata of a checkpoint: the manifest, and an index for each data file.
 
     manifest.json       about the training: strategy, mesh, optimizer, scaler, step, data progress;
                         the names of all data files, with the CRC-32 of their indexes
@@ -43,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class About:
-    """What a checkpoint says of the training, beside tensors.
+    """Metadata about the training, apart from tensors.
 
     ``step`` counts the optimizer steps that were made.  ``mesh`` maps axes to their sizes;
     ``optimizer`` are the fields of an ``OptimizerSpec``; ``scaler`` is the state of loss scaling;
@@ -69,8 +69,8 @@ class About:
         return math.prod(self.mesh.values())
 
     def has_ranks_of(self, mesh: Mapping[str, int]) -> bool:
-        """Whether a rank of ``mesh`` has the data, the stage and the part of layers that the rank
-        of its number had: only then does state of one rank, such as a generator, mean anything.
+        """Whether every rank of ``mesh`` has the data, stage and layer parts of the saved rank of
+        its number. Only then does per-rank state, such as a generator, have a meaning.
         """
         if self.world != math.prod(mesh.values()):
             return False
@@ -79,7 +79,7 @@ class About:
 
 
 def _coordinates(mesh: Mapping[str, int], axes: Sequence[str]) -> list[int]:
-    """Rank by rank its number along ``axes`` together; the last axis of ``mesh`` is innermost."""
+    """For each rank, its number along ``axes`` together; the last axis of ``mesh`` is innermost."""
     found = [0]
     for axis, size in mesh.items():
         step = size if axis in axes else 1
@@ -89,7 +89,7 @@ def _coordinates(mesh: Mapping[str, int], axes: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Listed:
-    """A data file and its index, as the manifest lists them, without their endings."""
+    """The manifest's entry for a data file and its index, without file endings."""
 
     name: str
     index_sum: int
@@ -97,7 +97,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A committed checkpoint; ``id`` is in every file of it.
+    """A committed checkpoint; every file of it contains ``id``.
 
     ``before`` are the ids of those that this one comes from and that stood beside it, the newest
     first.
@@ -111,7 +111,7 @@ class Manifest:
     files: tuple[Listed, ...]
 
     def to_json(self) -> bytes:
-        """The file, with its checksum."""
+        """The file content, with its checksum."""
         files = [asdict(file) for file in self.files]
         fields = {"format": FORMAT, "version": VERSION, "kind": self.kind, "id": self.id}
         fields |= {"run": self.run, "before": self.before}
@@ -119,7 +119,7 @@ class Manifest:
 
 
 def read_manifest(data: bytes, file: Path) -> Manifest:
-    """What :meth:`Manifest.to_json` wrote.
+    """Parse the output of :meth:`Manifest.to_json`.
 
     :raises CheckpointError: changed since, of another version, or not what a manifest says.
     """
@@ -152,7 +152,7 @@ def read_manifest(data: bytes, file: Path) -> Manifest:
 
 
 def _safe(fields: Fields) -> str:
-    """A name that cannot lead out of the folder."""
+    """A name that cannot point outside the folder."""
     name = fields.text("name")
     if not _NAME.fullmatch(name):
         raise fields.wrong("name", "a plain file name inside the checkpoint's folder", name)
@@ -191,7 +191,7 @@ def index_to_json(data: DataFile, identity: str) -> bytes:
 
 
 def read_index(data: bytes, file: Path, identity: str) -> DataFile:
-    """What :func:`index_to_json` wrote for the checkpoint ``identity``.
+    """Parse the output of :func:`index_to_json` for the checkpoint ``identity``.
 
     :raises CheckpointError: changed since, of another checkpoint, or not what an index says.
     """

@@ -1,4 +1,4 @@
-"""The folder that holds a run's checkpoints: when one counts, which is newest, which old ones go.
+"""The folder that holds a run's checkpoints: committed, newest and outdated ones.
 
     begin     take the lock; remove what killed saves left; make
               root/step-00000012-save-0007-<run>-<attempt>/
@@ -51,7 +51,7 @@ PART = MANIFEST + ".part"
 
 @dataclass(frozen=True)
 class Found:
-    """A folder of a root: number of the save, step, run and path; has it a manifest?"""
+    """A folder of a root: number of the save, step, run, path, and whether it has a manifest."""
 
     number: int
     step: int
@@ -65,26 +65,26 @@ class Found:
 
 
 def named(path: Path) -> Found | None:
-    """What the name of ``path`` says, if it is that of a checkpoint."""
+    """The fields in the name of ``path`` if it is that of a checkpoint."""
     match = _FOLDER.fullmatch(path.name)
     return Found(int(match[2]), int(match[1]), match[3], path) if match else None
 
 
 def folders(root: Path) -> list[Found]:
-    """What stands in ``root``, the last save first; links, which may lead anywhere, are none."""
+    """The checkpoint folders in ``root``, the last save first, without links."""
     own = (path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
     found = [one for path in own if (one := named(path))]
     return sorted(found, key=lambda one: (one.number, one.path.name), reverse=True)
 
 
 def newest(root: Path) -> Path | None:
-    """The checkpoint in ``root`` that was saved last, or none."""
+    """The last saved checkpoint in ``root``, or none."""
     return next((one.path for one in folders(root) if one.is_committed), None)
 
 
 @dataclass
 class Branch:
-    """What a job knows of its run: its name, and checkpoints by their ids.
+    """A job's knowledge of its run: its name, and its checkpoints by id.
 
     ``before``: those that it comes from, the newest first.  ``seen``: all that it knows of, those
     of other branches included; ``None``: what is there at its first save.
@@ -96,7 +96,7 @@ class Branch:
 
 
 class Root:
-    """The folder ``path``, as one job saves into it; only the first rank has anything to do."""
+    """The folder ``path`` for one saving job; only the first rank uses it."""
 
     lock_type: type[Lock] = Lock
 
@@ -106,7 +106,8 @@ class Root:
         self.attempt: Path | None = None
 
     def begin(self, step: int, number: int | None = None) -> Path:
-        """A new folder for the checkpoint of ``step``, and the lock; save ``number``, or the next.
+        """Create a folder for the checkpoint of ``step`` and take the lock; save ``number``, or the
+        next.
 
         :raises CheckpointError: another job or run saves here, or the step is saved already.
         """
@@ -149,7 +150,7 @@ class Root:
                 raise CheckpointError(one.path, what, remedy)
 
     def commit(self, folder: Path, manifest: Manifest, keep: int | None) -> None:
-        """Make ``folder``, whose other files are written and synced, a checkpoint.
+        """Commit ``folder``, whose other files are written and synced, as a checkpoint.
 
         All but ``keep`` of its branch go (``None``: nothing goes).
 
@@ -175,11 +176,12 @@ class Root:
             raise CheckpointError(file, what, remedy) from error
 
     def standing(self) -> tuple[str, ...]:
-        """Of the branch those that are still there, the newest first."""
+        """The remaining checkpoints of the branch, the newest first."""
         return tuple(name for name in self.branch.before if (self.path / name / MANIFEST).is_file())
 
     def retire(self, keep: int) -> None:
-        """Remove other branches, and of this one what is older than its newest ``keep`` whole ones.
+        """Remove other branches, and older checkpoints of this one beyond the newest ``keep`` valid
+        ones.
 
         One that is damaged does not count, and is left for a look until the ones behind it go.
         """
@@ -196,7 +198,7 @@ class Root:
         self.layer.sync_folder(self.path)
 
     def abandon(self) -> None:
-        """Remove the attempt that failed, if there is one, and give the lock back."""
+        """Remove the failed attempt, if there is one, and release the lock."""
         folder, self.attempt = self.attempt, None
         try:
             if folder is not None and folder.is_dir() and not (folder / MANIFEST).exists():
@@ -206,7 +208,7 @@ class Root:
 
 
 def seems_whole(folder: Path) -> bool:
-    """Whether manifest and indexes are as written and data files as long: no tensor is read."""
+    """Whether manifest, indexes and file lengths are valid; no tensor is read."""
     try:
         manifest = read_manifest(read_small(folder / MANIFEST), folder / MANIFEST)
         for listed in manifest.files:

@@ -1,4 +1,4 @@
-"""What the three formats share: a root, a mesh, and the end of a save."""
+"""The part that the three formats share: a root, a mesh, and the end of a save."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardproof.impls.reference.checkpoint.together import Together
 
 
 class Saver:
-    """Saves the checkpoints of one run in ``root``, a folder that all ranks share.
+    """Save the checkpoints of one run in ``root``, a folder that all ranks share.
 
     The newest ``keep`` stay.  ``branch`` says what is gone on with; without it, a run begins.
     """
@@ -46,29 +46,29 @@ class Saver:
         return self.together.rank
 
     def save(self, state: State) -> Path:
-        """Save; a collective call.  The folder of the checkpoint.
+        """Save; a collective call. Return the folder of the checkpoint.
 
         :raises CheckpointError: on all ranks, if one cannot; nothing is committed.
         """
         raise NotImplementedError
 
     def before_update(self) -> None:
-        """What was saved is about to change."""
+        """Prepare for a change of the saved tensors."""
 
     def wait(self) -> None:
-        """Return when all that was saved is committed; a collective call."""
+        """Return when all saves are committed; a collective call."""
 
     def abort(self) -> None:
-        """Give up what is under way, without waiting for any rank."""
+        """Abandon pending saves without waiting for any rank."""
 
     def agree(self, state: State, from_rank0: bool = False) -> Agreed:
-        """Who writes what into which folder (agreement.py); a collective call."""
+        """Agree on which rank writes what into which folder (agreement.py); a collective call."""
         last, self.agreed = self.agreed, None  # of one that fails nothing is left
         self.agreed = agree(self.together, self.root, state, last, from_rank0)
         return self.agreed
 
     def commit(self, agreed: Agreed, about: About, listed: Sequence[Listed | None]) -> None:
-        """Write the manifest over the files ``listed``, on rank 0."""
+        """Write the manifest for the files ``listed``, on rank 0."""
         files = tuple(one for one in listed if one is not None)
         branch = self.root.branch
         manifest = Manifest(self.kind, agreed.id, branch.run, self.root.standing(), about, files)
@@ -77,12 +77,12 @@ class Saver:
     def commit_everywhere(
         self, agreed: Agreed, about: About, listed: Sequence[Listed | None]
     ) -> None:
-        """The same; all ranks return when it is done, or raise.  Collective."""
+        """Commit on rank 0; all ranks return when it is done, or raise. Collective."""
         self.together.all(lambda: None if self.rank else self.commit(agreed, about, listed))
 
     @contextmanager
     def abandoned_if_it_fails(self) -> Iterator[None]:
-        """An attempt that fails is removed by rank 0: on a full disk its room is needed."""
+        """On an error, let rank 0 remove the attempt: on a full disk its space is needed."""
         try:
             yield
         except BaseException:

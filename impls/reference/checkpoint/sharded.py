@@ -1,4 +1,4 @@
-"""Sharded: every rank writes what it holds; no tensor is gathered, copied or sent.
+"""The format sharded: every rank writes its own state; no tensor is gathered, copied or sent.
 
     rank 0     describe --+            +-- rank-00000 ---- index --+        +-- manifest
     rank 1     describe --+-- agree ---+-- rank-00001 ---- index --+-- ok --+
@@ -28,12 +28,12 @@ from shardproof.impls.reference.checkpoint.writing import stem_of, write_pair
 
 
 class Sharded(Saver):
-    """Saves the checkpoints of one run; every rank writes its part, then training goes on."""
+    """Save the checkpoints of one run; every rank writes its part before training continues."""
 
     kind = "sharded"
 
     def save(self, state: State) -> Path:
-        """Save; a collective call.  The folder of the checkpoint, which is committed.
+        """Save; a collective call. Return the folder of the committed checkpoint.
 
         :raises CheckpointError: on all ranks, if one cannot; nothing is committed.
         """

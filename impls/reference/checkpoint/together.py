@@ -1,4 +1,4 @@
-"""Words between ranks: a small value of each for all, and an error of one that all raise.
+"""Communication between ranks: a small value of each for all, and an error of one that all raise.
 
 Whatever may fail on one rank alone (its disk, its file, its memory) is done inside
 :meth:`Together.all`.  So either all ranks go on or all raise, and none waits for one that is gone.
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Together:
-    """The ranks of ``mesh``, which use ``place`` together."""
+    """The ranks of ``mesh``, which share ``place``."""
 
     def __init__(self, mesh: Mesh, place: Path) -> None:
         self.mesh, self.place = mesh, place
@@ -36,7 +36,7 @@ class Together:
         return values
 
     def all(self, action: Callable[[], T]) -> list[T]:
-        """What ``action`` returned on every rank; if it raised on one, all raise.  Collective.
+        """The results of ``action`` on every rank; if it raised on one, all raise. Collective.
 
         :raises CheckpointError: with the file and the words of the first rank that raised.
         """
@@ -50,7 +50,7 @@ class Together:
     def all_or_none(
         self, result: T, failure: Failure | None, cause: Exception | None = None
     ) -> list[T]:
-        """The ``result`` of every rank, unless one tells a ``failure``.  Collective.
+        """The ``result`` of every rank, unless one reports a ``failure``. Collective.
 
         :raises CheckpointError: one does; from this rank's ``cause``, if it has one.
         """

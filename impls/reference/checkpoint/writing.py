@@ -1,4 +1,4 @@
-"""A data file and its index: the pair that each writer leaves."""
+"""A data file and its index: the pair of files that each writer creates."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ PART = ".part"
 
 
 def stem_of(rank: int) -> str:
-    """The name of a rank's pair."""
+    """The file name of a rank's pair, without ending."""
     return f"rank-{rank:05}"
 
 
 def open_pair(layer: FileLayer, agreed: Agreed, stem: str, tensors: Sequence[Held]) -> Streamed:
-    """The data file of a pair, to be written tensor by tensor; then :func:`close_pair`."""
+    """Open the data file of a pair for writing tensor by tensor; :func:`close_pair` completes
+    it.
+    """
     return Streamed(layer, agreed.folder / (stem + DATA), tensors, {"checkpoint": agreed.id})
 
 
 def close_pair(layer: FileLayer, agreed: Agreed, written: DataFile) -> Listed:
-    """Write the index of a data file that is written and synced; what the manifest says of both."""
+    """Write the index of a written and synced data file; return the manifest's entry for both."""
     stem = written.name.removesuffix(DATA)
     index = index_to_json(written, agreed.id)
     path = agreed.folder / (stem + INDEX)
@@ -47,7 +49,7 @@ def close_pair(layer: FileLayer, agreed: Agreed, written: DataFile) -> Listed:
 
 
 def listed_in(path: Path, identity: str) -> Listed:
-    """What the manifest of ``identity`` says of the pair whose index another rank left at ``path``.
+    """The manifest entry for ``identity`` of a pair whose index another rank wrote at ``path``.
 
     :raises CheckpointError: it is not as that rank wrote it.
     """
@@ -59,7 +61,7 @@ def listed_in(path: Path, identity: str) -> Listed:
 def write_pair(
     layer: FileLayer, agreed: Agreed, stem: str, tensors: Sequence[Held]
 ) -> Listed | None:
-    """Both files, from tensors at hand; none at all where there is nothing to write."""
+    """Write both files from tensors in memory; nothing if there are no tensors."""
     if not tensors:
         return None
     with open_pair(layer, agreed, stem, tensors) as file:

@@ -1,1 +1,1 @@
-"""Collectives over send and recv: one algorithm a file, written as a schedule (schedule.py)."""
+"""Collectives over send and recv: one algorithm per file, as a schedule (schedule.py)."""

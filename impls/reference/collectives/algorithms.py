@@ -1,4 +1,4 @@
-"""The algorithms by name.
+"""The algorithms by their option names.
 
 name                  file                     rounds             elements a rank sends, about
 all_reduce:
@@ -48,7 +48,7 @@ ALGORITHMS: dict[str, dict[str, Schedule]] = {
 
 
 def all_reduce(chosen: AllReduce) -> Schedule | None:
-    """The schedule that an option chooses; ``None``: the backend's own collective."""
+    """The schedule that an option chooses; ``None`` for the backend's own collective."""
     if isinstance(chosen, Hierarchical):
         return partial(hierarchical.rounds, ranks_per_node=chosen.ranks_per_node)
     return ALGORITHMS["all_reduce"].get(chosen)

@@ -1,4 +1,4 @@
-"""Binomial broadcast: in every round each rank that has the vector gives it to one that has not.
+"""Binomial broadcast: in every round, each rank that has the vector sends it to one that does not.
 
     8 ranks, root 0
 
@@ -27,7 +27,7 @@ from shardproof.impls.reference.collectives.schedule import Replace, Round, Send
 
 
 def rounds(rank: int, size: int, length: int, root: int = 0) -> Iterator[Round]:
-    """All ranks end with the vector of ``root``."""
+    """The schedule after which all ranks have the vector of ``root``."""
     place, whole = (rank - root) % size, range(length)
     for distance in distances(size):
         if place % (2 * distance) == 0 and place + distance < size:

@@ -1,4 +1,4 @@
-"""Binomial tree all-reduce: reduced up a tree to rank 0, then broadcast down the same tree.
+"""Binomial tree all-reduce: a reduction up a tree to rank 0, then a broadcast down the same tree.
 
     7 ranks
 
@@ -35,7 +35,7 @@ def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
 
 
 def reduction(rank: int, size: int, length: int) -> Iterator[Round]:
-    """Sum over ranks, on rank 0; the others are left with partial sums."""
+    """Sum over ranks on rank 0; the others keep partial sums."""
     whole = range(length)
     for distance in reversed(binomial_broadcast.distances(size)):
         if rank % (2 * distance) == distance:

@@ -1,4 +1,4 @@
-"""A collective by the name of its algorithm, for those who time or judge one by itself."""
+"""A collective by the name of its algorithm, for timing or testing it alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def names() -> dict[str, list[str]]:
 def start(
     operation: str, algorithm: str, tensor: Tensor, comm: Comm, ranks_per_node: int = 0
 ) -> Any:
-    """The collective under way over ``tensor``, in place; ``wait`` ends it."""
+    """Start the collective over ``tensor``, in place; ``wait`` completes it."""
     if algorithm == HIERARCHICAL:
         schedule = algorithms.all_reduce(Hierarchical(ranks_per_node=ranks_per_node))
     else:

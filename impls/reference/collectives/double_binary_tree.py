@@ -1,4 +1,4 @@
-"""Double binary tree all-reduce: two trees at once, each for half of the vector, in a pipeline.
+"""Double binary tree all-reduce: two pipelined trees, each for half of the vector.
 
 In a binary tree half of the ranks are leaves, which send little.  So a second tree, in which the
 leaves of the first are inner nodes, carries the other half of the vector.
@@ -60,7 +60,7 @@ PIECE = 1 << 17
 
 @dataclass(frozen=True)
 class Node:
-    """The place of a rank in a tree; ``depth`` is 0 at the root."""
+    """The position of a rank in a tree; ``depth`` is 0 at the root."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -68,7 +68,7 @@ class Node:
 
 
 def rounds(rank: int, size: int, length: int, piece: int = PIECE) -> Iterator[Round]:
-    """Sum over ranks, on every rank; ``piece``: elements of a piece, at most."""
+    """Sum over ranks, on every rank; ``piece`` is the largest number of elements per piece."""
     halves = cut(range(length), 2)
     trees = [
         (node(rank, size, second), cut(half, max(1, -(-len(half) // piece))))
@@ -80,7 +80,7 @@ def rounds(rank: int, size: int, length: int, piece: int = PIECE) -> Iterator[Ro
 
 
 def in_round(t: int, own: Node, pieces: list[range], height: int) -> Iterator[Transfer]:
-    """What one tree asks of a rank in round ``t``."""
+    """The transfers of one tree for a rank in round ``t``."""
 
     def at(first: int) -> range:
         """The piece of this round on an edge that carries piece 0 in round ``first``."""
@@ -97,10 +97,10 @@ def in_round(t: int, own: Node, pieces: list[range], height: int) -> Iterator[Tr
 
 
 def node(rank: int, size: int, second: int) -> Node:
-    """Where ``rank`` stands in the first or the second tree."""
+    """The node of ``rank`` in the first or the second tree."""
 
     def swap(number: int) -> int:
-        """Rank -> place, and place -> rank, of the second tree: mirrored."""
+        """Rank -> position, and position -> rank, of the second tree: mirrored."""
         return size - 1 - number
 
     def shift(number: int, by: int) -> int:
@@ -118,7 +118,7 @@ def node(rank: int, size: int, second: int) -> Node:
 
 
 def place(wanted: int, size: int) -> Node:
-    """Parent, children and depth of a place in the first tree."""
+    """Parent, children and depth of a position in the first tree."""
     low, high, parent, depth = 0, size, None, 0
     while True:
         root = top(low, high)
@@ -130,5 +130,5 @@ def place(wanted: int, size: int) -> Node:
 
 
 def top(low: int, high: int) -> int:
-    """The root of a tree over places ``low`` to ``high``."""
+    """The root of a tree over positions ``low`` to ``high``."""
     return low + (1 << ((high - low).bit_length() - 1)) - 1

@@ -1,4 +1,4 @@
-"""Carries a schedule out, with the send and recv of any backend.
+"""Execute a schedule with send and recv of any backend.
 
     start     round 0: all its receives and sends are posted
     wait      round 0: each receive is waited for and combined
@@ -51,7 +51,7 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 class Running:
-    """A collective under way over ``data``, which is contiguous; a ``Work``.
+    """A collective in flight over the contiguous ``data``; a ``Work``.
 
     ``then`` is called once, when the last round has ended.
     """
@@ -105,7 +105,7 @@ class Running:
                 self.receives.append((one, place, handle))
 
     def finish(self) -> None:
-        """Wait for what the posted round receives, and combine what came."""
+        """Wait for the receives of the posted round and combine the received elements."""
         for one, place, handle in self.receives:
             handle.wait()
             if isinstance(one, Reduce):
@@ -114,20 +114,20 @@ class Running:
         self.receives = []
 
     def settle(self, elements: range) -> None:
-        """Wait for sends that may still be reading ``elements``, which are about to change."""
+        """Wait for sends that may still read ``elements``, which are about to change."""
         for sent in [each for each in self.sends if overlap(each[0], elements)]:
             sent[1].wait()
             self.sends.remove(sent)
 
     @torch.no_grad()
     def combine(self, one: Reduce, received: Tensor) -> None:
-        """The lower rank's operand comes first, so that both sides of an exchange agree."""
+        """Combine with the lower rank's operand first, so that both sides of an exchange agree."""
         own = self.data[one.elements.start : one.elements.stop]
         pair = (received, own) if one.peer < self.comm.rank else (own, received)
         COMBINE[self.op](*pair, out=own)
 
     def advance(self) -> bool:
-        """Finish the posted round and post the next one; false: there was none."""
+        """Finish the posted round and post the next one; false if there was none."""
         if not self.receives and self.next >= len(self.rounds):
             return False
         self.finish()
@@ -135,12 +135,12 @@ class Running:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the result is there: never before somebody has waited for it."""
+        """Whether the result is ready; never before a caller has waited for it."""
         return self.done
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Return when the result is in ``data``."""
+        """Return when ``data`` holds the result."""
         if self.done:
             return
         while self.advance():
@@ -155,7 +155,7 @@ class Running:
 
 
 class Lanes:
-    """Collectives over parts of one vector, under way together; a ``Work``.
+    """Collectives over parts of one vector, in flight together; a ``Work``.
 
     Their rounds take turns: while one lane's messages are combined, those of the others travel.
     """
@@ -164,7 +164,7 @@ class Lanes:
         self.running = running
 
     def wait(self) -> None:
-        """Return when all results are there."""
+        """Return when all results are ready."""
         live = list(self.running)
         while live:
             live = [each for each in live if each.advance()]
@@ -175,7 +175,7 @@ class Lanes:
 def in_lanes(
     schedule: Schedule, data: Tensor, comm: Comm, kind: type[Running] = Running
 ) -> Running | Lanes:
-    """Start an all-reduce of ``data`` in as many lanes as pay."""
+    """Start an all-reduce of ``data`` in as many lanes as are useful."""
     parts = cut(range(data.numel()), lanes(data.numel()))
     flat = data.detach().view(-1)
     running = [
@@ -185,10 +185,10 @@ def in_lanes(
 
 
 def scratch_elements(transfers: Round) -> int:
-    """Elements of a round that are received beside the data."""
+    """Number of elements that a round receives into separate memory."""
     return sum(len(one.elements) for one in transfers if isinstance(one, Reduce))
 
 
 def overlap(a: range, b: range) -> bool:
-    """Whether two ranges of elements have one in common."""
+    """Whether two ranges of elements overlap."""
     return max(a.start, b.start) < min(a.stop, b.stop)

@@ -27,7 +27,8 @@ from shardproof.impls.reference.collectives.schedule import (
 
 
 def folded(inside: Schedule, count: int, rank: int, size: int, length: int) -> Iterator[Round]:
-    """``inside(rank, power, length)``, which has ``count`` rounds for a power of two, for any size.
+    """``inside(rank, power, length)``, with ``count`` rounds for a power of two, extended to any
+    size.
 
     Ranks keep their order inside.
     """
@@ -48,10 +49,10 @@ def folded(inside: Schedule, count: int, rank: int, size: int, length: int) -> I
 
 
 def power_below(size: int) -> int:
-    """The largest power of two that is not larger than ``size``."""
+    """The largest power of two not larger than ``size``."""
     return 1 << (size.bit_length() - 1)
 
 
 def seat(number: int, extra: int) -> int:
-    """The rank that has ``number`` inside."""
+    """The rank with ``number`` inside the power of two."""
     return 2 * number + 1 if number < extra else number + extra

@@ -53,5 +53,5 @@ def rounds(rank: int, size: int, length: int, ranks_per_node: int) -> Iterator[R
 
 
 def _of(rank: int, ranks: range, elements: range, schedule: Schedule) -> Iterator[Round]:
-    """``schedule`` among ``ranks`` over ``elements``."""
+    """``schedule`` of ``ranks`` over ``elements``."""
     return moved(schedule(rank, len(ranks), len(elements)), ranks, elements.start)

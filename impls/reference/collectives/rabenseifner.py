@@ -47,11 +47,11 @@ def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
 
 
 def halving_doubling(rank: int, size: int, length: int) -> Iterator[Round]:
-    """The same where ``size`` is a power of two."""
+    """The schedule if ``size`` is a power of two."""
     chunks = cut(range(length), size)
 
     def block(chunk: int, count: int) -> range:
-        """The elements of the block of ``count`` chunks in which ``chunk`` lies."""
+        """The elements of the block of ``count`` chunks that contains ``chunk``."""
         first = chunk - chunk % count
         return range(chunks[first].start, chunks[first + count - 1].stop)
 

@@ -36,7 +36,7 @@ def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
 
 
 def doubling(rank: int, size: int, length: int) -> Iterator[Round]:
-    """The same where ``size`` is a power of two."""
+    """The schedule if ``size`` is a power of two."""
     distance, whole = 1, range(length)
     while distance < size:
         partner = rank ^ distance

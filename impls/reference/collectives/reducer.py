@@ -1,4 +1,4 @@
-"""A reducer whose collectives are those of this folder, where an option asks for them."""
+"""A reducer that uses the collectives of this folder where an option chooses them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
 
 
 class ByAlgorithm(Reducer):
-    """Sums and gathers over send and recv; what ``chosen`` leaves to the backend stays there."""
+    """Sums and gathers over send and recv; other operations stay with the backend."""
 
     running_type: type[Running] = Running
 
@@ -26,7 +26,7 @@ class ByAlgorithm(Reducer):
         self.gathering = ALGORITHMS["all_gather"].get(chosen.all_gather)
 
     def check(self, ranks: int) -> None:
-        """Whole nodes only; all other algorithms serve any number of ranks."""
+        """Require whole nodes; all other algorithms accept any number of ranks."""
         option = self.chosen.all_reduce
         if isinstance(option, Hierarchical) and ranks % option.ranks_per_node:
             raise Refused(
@@ -36,13 +36,13 @@ class ByAlgorithm(Reducer):
             )
 
     def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        """Start with the first round; the others run in ``wait``."""
+        """Start the first round; the others run in ``wait``."""
         if self.summing is None:
             return super().all_reduce(bucket, comm)
         return in_lanes(self.summing, bucket.flat, comm, self.running_type)
 
     def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
-        """In place; a shard that lies elsewhere is copied in the end."""
+        """Reduce and scatter in place; a shard that lies elsewhere is copied at the end."""
         # A ring of one has no rounds: the backend's call says whose buffer ``shard`` is meanwhile.
         if self.scattering is None or comm.size == 1:
             return super().reduce_scatter(bucket, comm, shard)
@@ -51,7 +51,7 @@ class ByAlgorithm(Reducer):
         return self.running_type(rounds, bucket.flat, comm, then=lambda: put(own, shard))
 
     def all_gather(self, output: Tensor, shard: Tensor, comm: Comm) -> Work:
-        """All rounds at once.
+        """Run all rounds at once.
 
         A rank without data of its own waits for its gathers sooner than the others, who compute
         meanwhile; it would wait for rounds that nobody carries on.
@@ -65,19 +65,19 @@ class ByAlgorithm(Reducer):
         return running
 
     def settle(self, works: Sequence[Work]) -> None:
-        """Wait for what goes over send and recv."""
+        """Wait for collectives over send and recv."""
         for work in works:
             if isinstance(work, Running | Lanes):
                 work.wait()
 
 
 def part_of(flat: Tensor, comm: Comm, shard: Tensor) -> Tensor:
-    """Where ``shard`` belongs in ``flat``."""
+    """The view of ``flat`` that ``shard`` belongs to."""
     count = shard.numel()
     return flat.view(-1)[comm.rank * count : (comm.rank + 1) * count]
 
 
 def put(source: Tensor, target: Tensor) -> None:
-    """Copy, unless both are the same memory."""
+    """Copy, unless both share memory."""
     if source.data_ptr() != target.data_ptr():
         target.detach().view(-1).copy_(source.detach().view(-1))

@@ -1,4 +1,4 @@
-"""Ring all-gather: every rank passes on what it got last, until all have all chunks.
+"""Ring all-gather: every rank forwards the last received chunk until all ranks have all chunks.
 
     4 ranks; rank r begins with chunk r; every rank sends to its right neighbour (3 to 0)
 
@@ -25,7 +25,7 @@ from shardproof.impls.reference.collectives.schedule import Replace, Round, Send
 
 
 def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
-    """Rank r begins with the r-th of ``size`` chunks; all end with all of them."""
+    """Rank r starts with the r-th of ``size`` chunks; all ranks end with all chunks."""
     chunks = cut(range(length), size)
     left, right = (rank - 1) % size, (rank + 1) % size
     for t in range(size - 1):

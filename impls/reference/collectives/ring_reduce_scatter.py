@@ -1,4 +1,4 @@
-"""Ring reduce-scatter: N partial sums travel round the ring, each rank adds its own and passes on.
+"""Ring reduce-scatter: N partial sums travel round the ring, and each rank adds its own part.
 
 The vector is cut into N chunks.  The sum of chunk c begins on rank c + 1 and goes round to the
 right; after N - 1 hops it has met every rank and arrives, complete, on rank c.
@@ -33,7 +33,7 @@ from shardproof.impls.reference.collectives.schedule import Reduce, Round, Send,
 
 
 def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
-    """Sum over ranks: rank r ends with the r-th of ``size`` chunks; the rest is left undefined."""
+    """Sum over ranks: rank r ends with the r-th of ``size`` chunks; the rest is undefined."""
     chunks = cut(range(length), size)
     left, right = (rank - 1) % size, (rank + 1) % size
     for t in range(size - 1):

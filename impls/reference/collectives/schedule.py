@@ -1,4 +1,4 @@
-"""A collective as data: what each rank sends and receives in each round, and which elements.
+"""A collective as data: the sends and receives of each rank in each round, and their elements.
 
 Every algorithm in this folder is a function ``rounds(rank, size, length)`` that yields, round by
 round, the transfers of one rank of a group of ``size``, over a vector of ``length`` elements that
@@ -39,14 +39,14 @@ class Send(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """``elements`` are combined with what ``peer`` sends."""
+    """``elements`` are combined with those that ``peer`` sends."""
 
     peer: int
     elements: range
 
 
 class Replace(NamedTuple):
-    """``elements`` are overwritten by what ``peer`` sends."""
+    """``elements`` are overwritten with those that ``peer`` sends."""
 
     peer: int
     elements: range
@@ -59,7 +59,9 @@ Schedule = Callable[[int, int, int], Iterator[Round]]
 
 
 def cut(elements: range, parts: int) -> list[range]:
-    """``elements`` in even ``parts``; of n elements the first ``n % parts`` have one more."""
+    """``elements`` cut into even ``parts``; the first ``n % parts`` of them have one element
+    more.
+    """
     least, larger = divmod(len(elements), parts)
     edges = [elements.start + part * least + min(part, larger) for part in range(parts + 1)]
     return [range(*edge) for edge in pairwise(edges)]
@@ -70,17 +72,19 @@ LANE, MOST_LANES = 1 << 18, 4
 
 
 def lanes(length: int) -> int:
-    """In how many parts a vector is reduced at once: each hides the latency of the others."""
+    """The number of parts in which a vector is reduced at once; each hides the latency of the
+    others.
+    """
     return min(MOST_LANES, max(1, length // LANE))
 
 
 def made(rounds: Iterable[Round]) -> Iterator[Round]:
-    """The rounds with those transfers that move anything."""
+    """The rounds without empty transfers."""
     return ([one for one in transfers if one.elements] for transfers in rounds)
 
 
 def moved(rounds: Iterable[Round], ranks: range, start: int) -> Iterator[Round]:
-    """A schedule of a part of the group: rank i of it is ``ranks[i]``, its vector begins at
+    """A schedule for a sub-group: its rank i is ``ranks[i]``, and its vector begins at
     ``start``.
     """
     for transfers in rounds:

@@ -1,1 +1,3 @@
-"""What runs a strategy as a training system: optimizer, precision, recomputation, offload."""
+"""The engine that turns a strategy into a training system: optimizer, precision, recomputation,
+offload.
+"""

@@ -1,4 +1,5 @@
-"""An average of the parameters that a rank updates, beside the strategy that splits the update.
+"""An average of the parameters that a rank updates, independent of how the strategy splits the
+update.
 
 Problem.  Averaged weights evaluate better than the last ones (Polyak and Juditsky 1992; exponential
 averages: Tarvainen and Valpola, arXiv 1703.01780).  Where parameters lie in shards, no rank has all
@@ -30,7 +31,7 @@ SLOT = "average"
 
 
 class Averages:
-    """Of all tensors in ``groups``, torch parameter groups of (name, tensor) pairs."""
+    """Averages of all tensors in ``groups``, torch parameter groups of (name, tensor) pairs."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], decay: float) -> None:
         self.decay = decay
@@ -40,16 +41,16 @@ class Averages:
         self.averages = {name: self.begin(tensor) for name, tensor in self.tensors.items()}
 
     def begin(self, tensor: Tensor) -> Tensor:
-        """An average begins as its parameter."""
+        """Start an average as a copy of its parameter."""
         return tensor.detach().clone()
 
     @torch.no_grad()
     def update(self) -> None:
-        """After the optimizer's step."""
+        """Update the averages after the optimizer's step."""
         for name, tensor in self.tensors.items():
             self.averages[name].mul_(self.decay).add_(tensor, alpha=1 - self.decay)
 
     def pieces(self, place: Place) -> list[Piece]:
-        """Each as the optimizer's slots of its parameter lie."""
+        """The averages as pieces, placed like the slots of their parameters."""
         held = self.averages.items()
         return [piece for name, own in held for piece in placed(place, name, SLOT, own)]

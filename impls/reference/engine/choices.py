@@ -1,4 +1,4 @@
-"""Options that strategies share, and what a strategy declares with them.
+"""Options that strategies share, and the declarations that belong to them.
 
 collectives    whose sums and gathers: the backend's own, or those of collectives/
 compress       what gradients lose on their way: parts/compressors/
@@ -28,7 +28,7 @@ FORMATS: tuple[str, ...] = get_args(Format)
 
 
 def declared(*features: str, **fields: Any) -> Capabilities:
-    """What nearly every strategy declares, and ``features``; ``fields`` are others or other values.
+    """The common declaration with ``features``; ``fields`` adds or replaces values.
 
     Any of three dtypes, buffers of each rank's own, and the features :data:`USUAL`.
     """
@@ -38,7 +38,8 @@ def declared(*features: str, **fields: Any) -> Capabilities:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """``format``: what ``save`` writes.  ``keep``: how many of a run's checkpoints stay.
+    """``format``: the format that ``save`` writes. ``keep``: the number of a run's checkpoints to
+    keep.
 
     ``reshape``: whether ``load`` takes what another strategy or mesh saved.
     """
@@ -60,7 +61,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Followed:
-    """State that follows training, of strategies that have one update in common.
+    """State that follows training, for strategies with one update for all.
 
     ``average``: decay of an average of the parameters that each rank updates (0: none).
     ``decay_rate``: by how much weight decay is multiplied from one step to the next.
@@ -71,7 +72,7 @@ class Followed:
 
     @property
     def follows(self) -> dict[str, str]:
-        """The rules of that state."""
+        """The rules of the further state."""
         if not 0 <= self.average < 1:
             raise Refused(f"option 'average' = {self.average:g}: a decay lies from 0 to below 1")
         if self.decay_rate <= 0:
@@ -101,8 +102,9 @@ class Training:
 
 @dataclass(frozen=True)
 class WholeParameters(Training):
-    """Options of strategies that keep whole parameters on every rank: these cannot rest in host
-    memory, for every rank computes with them."""
+    """Options of strategies that keep whole parameters on every rank. These cannot rest in host
+    memory, because every rank computes with them.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,7 +142,7 @@ Ring = Literal["backend", "ring"]
 
 @dataclass(frozen=True)
 class OfWholes:
-    """``all_reduce``: how ranks that hold the same gradients sum them.
+    """``all_reduce``: the algorithm that sums gradients over replicas.
 
     ``hierarchical`` must know the nodes: ``{algorithm: hierarchical, ranks_per_node: 4}``.
     """
@@ -150,7 +152,7 @@ class OfWholes:
 
 @dataclass(frozen=True)
 class OfShards:
-    """How gradients are summed into shards, and how shards of parameters are put together."""
+    """The algorithms that sum gradients into shards and gather shards of parameters."""
 
     reduce_scatter: Ring = "backend"
     all_gather: Ring = "backend"
@@ -158,7 +160,7 @@ class OfShards:
 
 @dataclass(frozen=True)
 class OfBoth(OfShards, OfWholes):
-    """All three of them."""
+    """All three algorithms."""
 
 
 def collectives_of(options: object) -> OfBoth:
@@ -185,7 +187,7 @@ FED_BACK = ("topk", "powersgd", "onebit")
 
 @dataclass(frozen=True)
 class Compress:
-    """``method``, and what it takes.
+    """``method``, and its settings.
 
     ``density``: the share of elements that is sent.  ``rank``: columns of a factor.  ``dtype``:
     what values are sent in (``None``: as they are).  ``feedback``: whether what was not sent is
@@ -223,14 +225,14 @@ class Compress:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what was not sent is added to the next gradient."""
+        """Whether unsent parts are added to the next gradient."""
         return self.method in FED_BACK if self.feedback is None else self.feedback
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a strategy reduces: ``scattered`` over shards, or whole; in ``each_round``, or once a
-    step.
+    """The way a strategy reduces: ``scattered`` over shards, or whole; in ``each_round``, or once
+    per step.
     """
 
     scattered: bool = False
@@ -245,7 +247,7 @@ class Compressing:
 
     @property
     def reduction(self) -> Reduction:
-        """How the strategy reduces: whole, once a step."""
+        """The way this strategy reduces: whole, once per step."""
         return Reduction()
 
 
@@ -256,7 +258,7 @@ IDLE = (
 
 
 def lossy(exact: Capabilities, options: Any) -> Capabilities:
-    """What a strategy with ``options`` declares, which is ``exact`` unless it compresses, with the
+    """The declaration of a strategy with ``options``: ``exact`` unless it compresses, with the
     rules of further state and the loss terms that the engine adds.
 
     Then it is compared with an emulation, whose bits it has where nothing is rounded but in it.

@@ -74,7 +74,7 @@ class Engine(Following):
 
     @abstractmethod
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
-        """Apply the strategy to ``module``, whose values are right on global rank 0 only."""
+        """Apply the strategy to ``module``, whose values are valid on global rank 0 only."""
 
     def setup(
         self,
@@ -84,7 +84,7 @@ class Engine(Following):
         mesh: Mesh,
         options: Mapping[str, Any],
     ) -> None:
-        """Build, load what was given, apply the strategy, make the optimizer."""
+        """Build, load the given state, apply the strategy, create the optimizer."""
         module = build(mesh.device)
         if state is not None:
             load_state(module, state)
@@ -108,12 +108,12 @@ class Engine(Following):
         self.optimizer = self.make_optimizer()
 
     def context(self, options: Training) -> Context:
-        """What a strategy with ``options`` gets beside them."""
+        """The additional inputs of a strategy with ``options``."""
         host = self.host if options.offload == "parameters" else None
         return Context(self.reducer, self.build.units, host)
 
     def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
-        """Wrap the units that are computed again in backward."""
+        """Wrap the units that are recomputed in backward."""
         every = options.get("recompute_every", 0)
         if not every:
             return []
@@ -122,7 +122,7 @@ class Engine(Following):
         return recompute_units(module, self.build.units, every, self.call_type)
 
     def make_reducer(self) -> Reducer:
-        """What sums gradients over ranks for this rank's handles: as the options say."""
+        """Create the reducer of this rank's handles as the options say."""
         options = self.summing(self.given)
         if options is None or (options.compress is None and collectives_of(options) == OfBoth()):
             return Reducer()
@@ -130,7 +130,7 @@ class Engine(Following):
 
     @classmethod
     def summing(cls, options: Mapping[str, Any]) -> Compressing | None:
-        """The options of the strategy that sums gradients; ``None``: none does."""
+        """The options of the strategy that sums gradients; ``None`` if there is none."""
         chosen = parse_options(cls.options_type, options)
         return chosen if isinstance(chosen, Compressing) else None
 
@@ -138,7 +138,7 @@ class Engine(Following):
     def emulator(
         cls, options: Mapping[str, Any]
     ) -> Callable[[int, Sequence[dict[str, Tensor]]], dict[str, Tensor]]:
-        """What the option ``compress`` makes of exact gradients."""
+        """The emulator of the option ``compress``, which transforms exact gradients."""
         chosen = cls.summing(options)
         if chosen is None or chosen.compress is None:
             return super().emulator(options)
@@ -147,7 +147,7 @@ class Engine(Following):
         return emulator(chosen.compress, chosen.reduction)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer over what this rank updates, or over its masters."""
+        """The optimizer over the tensors that this rank updates, or over their masters."""
         groups = self.handle.param_groups(self.spec)
         self.updated = [tensor for group in groups for _, tensor in group["params"]]
         self.masters: Masters | None = None
@@ -185,7 +185,7 @@ class Engine(Following):
         return StepResult(loss=loss, norm=norm, metrics=metrics)
 
     def unscale(self) -> dict[str, float]:
-        """Take the loss scale out of the gradients; what it was, and whether it overflowed."""
+        """Remove the loss scale from the gradients; return the scale and whether it overflowed."""
         assert self.scaler is not None
         scale = self.scaler.scale
         skipped = self.scaler.overflowed(tensor.grad for tensor in self.updated)
@@ -199,11 +199,11 @@ class Engine(Following):
         return norm * self.masters.factor if self.masters else norm
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply all gradients by ``factor``: at once, or on their way to the masters."""
+        """Multiply all gradients by ``factor``, at once or when they are copied to the masters."""
         (self.masters or self.handle).scale_gradients(factor)
 
     def update(self) -> None:
-        """One step of the optimizer, on masters where there are any."""
+        """One step of the optimizer, on masters if there are any."""
         self.finish_copies()
         if self.masters:
             self.masters.copy_down()
@@ -243,7 +243,7 @@ class Engine(Following):
         self.scale_gradients(clip_factor(norm, max_norm))
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """What this rank holds; state of the reducer counts as the optimizer's."""
+        """The state of this rank; state of the reducer counts as the optimizer's."""
         held = self.held_pieces(kind)
         # Not placed like the rest: it is this rank's own, wherever its parameters are split.
         return held + self.kept_pieces() if kind == "optimizer" else held
@@ -263,7 +263,7 @@ class Engine(Following):
 
     @torch.no_grad()
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
-        """Copy into what this rank holds under the same name and place.
+        """Copy into the state of this rank with the same name and place.
 
         Optimizer slots that do not exist yet, before the first step, are made.
         """
@@ -283,7 +283,7 @@ class Engine(Following):
             raise ValueError(f"this rank holds no {kind} {rest[0].name!r} at {place}")
 
     def settle(self, kind: Kind) -> None:
-        """Values were copied into the pieces of ``kind``: what else holds them follows."""
+        """Update everything derived from the pieces of ``kind``, whose values were loaded."""
         if kind == "parameters":
             # Buckets first: masters start again from what lies there.
             self.handle.loaded()
@@ -302,17 +302,17 @@ class Engine(Following):
         return torch.stack(shares).sum() if shares else torch.zeros(())
 
     def kept_pieces(self) -> list[Piece]:
-        """What the reducer carries from step to step, as it is saved."""
+        """The state that the reducer carries between steps, in saved form."""
         return [self.handle.numbered(piece) for piece in self.reducer.pieces()]
 
     def saves(self) -> Checkpointing:
-        """What saves and loads this system, from the first save or load on."""
+        """The object that saves and loads this system, created at the first save or load."""
         if self.checkpointing is None:
             self.checkpointing = self.checkpointing_type(self)
         return self.checkpointing
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
-        """Save into the root ``path``; wait for what is returned to know that it is committed.
+        """Save into the root ``path``; waiting for the result ensures that it is committed.
 
         ``extra`` is anything that JSON holds; progress in the data goes under ``"data"``.
 
@@ -321,7 +321,7 @@ class Engine(Following):
         return self.saves().save(path, extra)
 
     def load(self, path: Path) -> Mapping[str, Any]:
-        """Load what any reference strategy saved, in any world; the ``extra`` that was given.
+        """Load a checkpoint of any reference strategy and mesh; return the saved ``extra``.
 
         :attr:`loaded` then says what was left out, and what differs.
 
@@ -331,11 +331,11 @@ class Engine(Following):
 
     @property
     def loaded(self) -> Loaded | None:
-        """What the last load took, and what it left out."""
+        """The state that the last load took, and the parts that it left out."""
         return self.checkpointing.loaded if self.checkpointing else None
 
     def finish_copies(self) -> None:
-        """Wait until saves under way have copied what is about to change."""
+        """Wait until pending saves have copied the tensors that are about to change."""
         if self.checkpointing:
             self.checkpointing.finish_copies()
 
@@ -344,12 +344,12 @@ class Engine(Following):
         self.handle.drain()
 
     def abort(self) -> None:
-        """Give up saves under way."""
+        """Abandon pending saves."""
         if self.checkpointing:
             self.checkpointing.abort()
 
     def close(self) -> None:
-        """Leave the module with the hooks and forwards with which it was built."""
+        """Remove the hooks and forwards that were added to the module."""
         if self.checkpointing:
             self.checkpointing.finish_saves()
         self.handle.close()

@@ -1,4 +1,4 @@
-"""The inner contract: what a strategy does to one module along given axes of the mesh.
+"""The inner contract: the methods of a strategy on one module along given axes of the mesh.
 
 A strategy offers :class:`Apply`, ``apply(module, comms, options, context) -> Handle``; the engine
 drives the handle.  Names of parameters survive ``apply``.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Handle(ABC):
-    """A module under a strategy.  Methods are called in the order in which they are listed."""
+    """A module under a strategy. Methods are called in the listed order."""
 
     module: nn.Module
     #: How gradients are summed over ranks; handles of one rank share one.
@@ -43,76 +43,81 @@ class Handle(ABC):
 
     @abstractmethod
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
-        """Torch parameter groups of what this rank updates, as (name, tensor) pairs."""
+        """Torch parameter groups of the tensors that this rank updates, as (name, tensor) pairs."""
 
     def begin_step(self, step: int) -> None:
-        """Optimizer step number ``step`` begins; handles inside of this one are told as well."""
+        """Start optimizer step number ``step``; nested handles are notified as well."""
         self.step = step
 
     def before_step(self, micro_batches: int) -> None:
-        """Before the first forward of a step, in which this rank runs ``micro_batches`` (or 0)."""
+        """Prepare for a step in which this rank runs ``micro_batches`` (or 0)."""
 
     def accumulate(self, is_last: bool) -> None:
-        """Before the forward of each micro-batch; ``is_last``: gradients may leave during it."""
+        """Prepare for the forward of a micro-batch; if ``is_last``, gradients may be sent during
+        it.
+        """
 
     def backward_ended(self) -> None:
-        """After each backward of a pipeline's stage.
+        """Called after each backward of a pipeline's stage.
 
         What it left for others to wait for must be done here: before the next backward this rank
         waits for a neighbour, who may wait, through others, for those who wait for it.
         """
 
     def sit_out(self) -> None:
-        """On a rank without micro-batches: the calls of others' backwards, before `finish`.
+        """On a rank without micro-batches, make the calls of the others' backwards, before
+        `finish`.
 
         Of several stages each makes them before one of them finishes, as backward does.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """After the last backward (or none): on return gradients are final."""
+        """Complete the gradients after the last backward (or none)."""
 
     @abstractmethod
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        """Sums of ``|g| ** order``, each with the axes to add it over; replicated parts once."""
+        """Sums of ``|g| ** order``, each with the axes to sum over; replicated parts once."""
 
     @abstractmethod
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply all gradients by the scalar ``factor``, in place."""
 
     def after_update(self) -> None:
-        """Right after the optimizer's update, before anybody looks: whole parameters are whole."""
+        """Complete whole parameters right after the optimizer's update, before any read."""
 
     def after_step(self) -> None:
-        """The end of a step: gradients are cleared."""
+        """End a step: clear gradients."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
-        """Results of ``passes``, forwards without gradients; ranks may have different numbers."""
+        """Results of ``passes``, forwards without gradients; their number may differ between
+        ranks.
+        """
         return [compute() for compute in passes]
 
     @abstractmethod
     def pieces(self, kind: Kind) -> list[Piece]:
-        """What this rank holds of parameters, gradients or buffers."""
+        """The parameters, gradients or buffers of this rank."""
 
     def outer_pieces(self) -> list[Piece]:
-        """What the strategy itself keeps from step to step, shown as slots of the optimizer."""
+        """State that the strategy itself keeps between steps, shown as slots of the optimizer."""
         return []
 
     @abstractmethod
     def place(self, name: str, slot: str, tensor: Tensor) -> Piece | list[Piece]:
-        """The piece or pieces that ``tensor``, an optimizer slot of parameter ``name``, is."""
+        """The piece or pieces of ``tensor``, an optimizer slot of parameter ``name``."""
 
     def loaded(self) -> None:
-        """Values were copied into the pieces of the parameters: what else holds them follows."""
+        """Update everything derived from the parameters, whose values were loaded."""
 
     def reduced(self) -> Iterable[str]:
-        """Names of the parameters whose gradients this rank takes part in reducing."""
+        """Names of the parameters whose gradients this rank helps to reduce."""
         return [name for name, p in self.module.named_parameters() if p.requires_grad]
 
     def numbered(self, piece: Piece) -> Piece:
-        """``piece``, state of a parameter on this rank, as the copy that the rank has of it."""
+        """``piece``, state of a parameter, with the number of this rank's copy."""
         return piece
 
     def drain(self) -> None:
@@ -124,7 +129,7 @@ class Handle(ABC):
 
 @dataclass(frozen=True)
 class Context:
-    """What a strategy may need beside its options; it leaves alone what it does not.
+    """Additional inputs that a strategy may use.
 
     ``reducer`` sums gradients over ranks.  ``blocks`` are the model's repeated modules, by name:
     units, where the options name none.  ``host`` is where shards rest, if not on the device.
@@ -156,14 +161,14 @@ class Apply(Protocol):
         context: Context = ...,
         /,
     ) -> Handle:
-        """Put ``module`` under the strategy, from the values of the first rank.
+        """Put ``module`` under the strategy, starting from the values of the first rank.
 
         ``comms`` maps the axes that the strategy takes; ``options`` are those of its own type.
         """
 
 
 class Whole(Handle):
-    """Base of handles that keep all of ``module`` on this rank, as copy number ``replica``."""
+    """Base of handles that keep the whole ``module`` on this rank, as copy number ``replica``."""
 
     def __init__(self, module: nn.Module, replica: int = 0) -> None:
         self.module = module
@@ -177,7 +182,7 @@ class Whole(Handle):
         return param_groups(spec, dict(zip(self.names, self.parameters, strict=True)))
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        """Gradients are whole and equal on all ranks: nothing to add up."""
+        """No parts to sum: gradients are whole and equal on all ranks."""
         return [(power_sum(p.grad, order), ()) for p in self.parameters if p.grad is not None]
 
     @torch.no_grad()
@@ -200,7 +205,7 @@ class Whole(Handle):
         return [Piece.whole(n, t.detach(), replica=self.replica) for n, t in whole.items()]
 
     def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
-        """Whole as well."""
+        """The whole tensor."""
         return Piece.whole(f"{name}.{slot}", tensor, replica=self.replica)
 
 
@@ -213,7 +218,7 @@ class Replicated(Whole):
 
 
 class Local(Whole):
-    """A module that this rank alone has: nothing is exchanged."""
+    """A module on this rank only: nothing is exchanged."""
 
     def finish(self) -> None:
-        """Gradients are final as backward left them."""
+        """Leave the gradients of backward unchanged."""

@@ -1,4 +1,4 @@
-"""Parts of an engine that are imported when they are first asked for.
+"""Parts of an engine that are imported on first use.
 
 Most runs neither save, nor compress, nor scale their loss.  What names such a part as ``late`` does
 not load its module, and a reader of a strategy need not open it.  Ask for a part when a system is
@@ -33,7 +33,9 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class late(Generic[T_co]):
-    """Stands for what the decorated method returns; a subclass may assign a plain value instead."""
+    """A placeholder for the decorated method's result; a subclass may assign a plain value
+    instead.
+    """
 
     def __init__(self, find: Callable[[Any], T_co]) -> None:
         self.find = find
@@ -44,60 +46,60 @@ class late(Generic[T_co]):
 
 
 class LateParts(Implementation):
-    """What an engine is built of where options, the optimizer or a save ask for it."""
+    """The parts of an engine that options, the optimizer or a save may need."""
 
     @late
     def checkpointing_type(cls) -> type[Checkpointing]:
-        """Saves and loads."""
+        """The part that saves and loads."""
         from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
 
         return Checkpointing
 
     @late
     def summing_type(cls) -> type[Summing]:
-        """Makes reducers other than the backend's own collectives."""
+        """The part that makes reducers other than the backend's own collectives."""
         from shardproof.impls.reference.engine.summing import Summing
 
         return Summing
 
     @late
     def call_type(cls) -> type[Call]:
-        """Repeats the forward of units, in backward."""
+        """The part that repeats the forward of units in backward."""
         from shardproof.impls.reference.engine.recompute import Call
 
         return Call
 
     @late
     def scaler_type(cls) -> type[LossScaler]:
-        """Scales the loss."""
+        """The part that scales the loss."""
         from shardproof.impls.reference.engine.scaler import LossScaler
 
         return LossScaler
 
     @late
     def averages_type(cls) -> type[Averages]:
-        """Averages what the optimizer updates."""
+        """The part that averages the updated parameters."""
         from shardproof.impls.reference.engine.averages import Averages
 
         return Averages
 
     @late
     def terms_type(cls) -> type[Terms]:
-        """Adds loss terms that span micro-batches."""
+        """The part that adds loss terms over several micro-batches."""
         from shardproof.impls.reference.engine.terms import Terms
 
         return Terms
 
     @late
     def masters_type(cls) -> type[Masters]:
-        """Is updated by the optimizer in place of narrow tensors."""
+        """The part that the optimizer updates in place of narrow tensors."""
         from shardproof.impls.reference.engine.masters import Masters
 
         return Masters
 
     @late
     def host_type(cls) -> type[HostMemory]:
-        """Holds state that does not rest on the device."""
+        """The part that holds state outside the device."""
         from shardproof.impls.reference.engine.offload import HostMemory
 
         return HostMemory
@@ -112,7 +114,7 @@ class Following(LateParts):
     steps_done: int
 
     def begin_following(self, options: object, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Begin as ``options`` say, over what the optimizer updates."""
+        """Start as ``options`` say, for the tensors that the optimizer updates."""
         self.followed = options if isinstance(options, Followed) else Followed()
         self.averages: Averages | None = None
         if self.followed.average:
@@ -124,7 +126,7 @@ class Following(LateParts):
             set_weight_decay(self.optimizer, self.decay_at(step))
 
     def decay_at(self, step: int) -> float:
-        """Weight decay of ``step``, of groups without their own."""
+        """The weight decay of ``step`` for groups without their own."""
         return self.spec.weight_decay * self.followed.decay_rate**step
 
     def extra_state(self) -> list[Piece]:
@@ -138,10 +140,10 @@ class Following(LateParts):
         return found
 
     def saved_pieces(self, kind: Kind) -> list[Piece]:
-        """What a checkpoint has of ``kind``: averages are saved as the optimizer's slots are."""
+        """The pieces of ``kind`` in a checkpoint: averages are saved like the optimizer's slots."""
         more = self.held_pieces("extra") if kind == "optimizer" else []
         return self.held_pieces(kind) + more
 
     @abstractmethod
     def held_pieces(self, kind: Kind) -> list[Piece]:
-        """The engine's; of kind ``extra`` averages, as slots of their parameters."""
+        """The engine's pieces; of kind ``extra``, averages as slots of their parameters."""

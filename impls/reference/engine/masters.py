@@ -1,4 +1,4 @@
-"""Masters: the optimizer updates copies of what a strategy hands it, in another dtype or place.
+"""Masters: copies of a strategy's tensors in another dtype or place, which the optimizer updates.
 
 Problem.  A bf16 parameter of size 1 cannot take a step smaller than 1/256, so updates at a usual
 learning rate are rounded away.  Forward and backward therefore compute with narrow tensors, and the
@@ -44,12 +44,12 @@ SLOT = "master"
 
 
 def gradient_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype that ``tensor.grad`` must have (before torch 2.10 always the tensor's own)."""
+    """The dtype that ``tensor.grad`` must have (the tensor's own before torch 2.10)."""
     return getattr(tensor, "grad_dtype", None) or tensor.dtype
 
 
 class Masters:
-    """Stands between a handle's working tensors and the optimizer.
+    """The layer between a handle's working tensors and the optimizer.
 
     ``groups`` are torch parameter groups of (name, working tensor) pairs, ``built`` the dtype of
     each name's master.  With ``host`` masters lie there; a tensor that has the built dtype and lies
@@ -110,13 +110,13 @@ class Masters:
     # ------------------------------------------------------------------------------------ a step
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """From now on gradients count ``factor`` times; applied on the way down."""
+        """Multiply all gradients by ``factor`` when they are copied to the masters."""
         # Where masters are: a number that a GPU has to bring to the host makes the host wait.
         self.factor = self.factor * (factor.cpu() if self.host else factor)
 
     @torch.no_grad()
     def copy_down(self) -> None:
-        """Hand the masters their gradients; those of the working tensors are let go."""
+        """Copy gradients to the masters and free those of the working tensors."""
         for name, working, master in self._all():
             if working.grad is None:
                 master.grad = None
@@ -128,7 +128,7 @@ class Masters:
 
     @torch.no_grad()
     def copy_up(self) -> None:
-        """Round the masters that were updated into the working tensors; their gradients go."""
+        """Round the updated masters into the working tensors and free the masters' gradients."""
         for working, master in self.pairs.values():
             # Without a gradient nothing was updated; with the same memory nothing is to be copied.
             if master.grad is not None and working.data_ptr() != master.data_ptr():
@@ -136,25 +136,27 @@ class Masters:
             master.grad = None
 
     def after_step(self) -> None:
-        """The next step's gradients count once again, whether this one's were used or not."""
+        """Reset the factor of gradients for the next step, even if this step's were not used."""
         self.factor = torch.ones_like(self.factor)
 
     def _wide(self, name: str, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """``gradient`` times the factor in ``dtype`` where masters live; in place if it is so."""
+        """``gradient`` times the factor in ``dtype`` and the masters' memory; in place if
+        possible.
+        """
         if self.host is not None and not self.host.holds(gradient):
             gradient = self.landed[name].copy_(gradient)
         # Widened first: the product with a small factor would be 0 in fp16.
         return gradient.to(dtype).mul_(self.factor.to(dtype))
 
     def _all(self) -> Iterable[tuple[str, Tensor, Tensor]]:
-        """Every tensor that is updated: its name, itself, its master (itself, if it has none)."""
+        """Every updated tensor: its name, itself, and its master (itself if it has none)."""
         for name, working in self.working.items():
             yield name, working, self.pairs.get(name, (working, working))[1]
 
     # ----------------------------------------------------------------------------------- looking
 
     def gradient_pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Gradients as the optimizer will see them, from those of the working tensors."""
+        """Gradients in the form that the optimizer will use, from those of the working tensors."""
         return [replace(p, tensor=self._seen(p), source=p.tensor) for p in pieces]
 
     def _seen(self, piece: Piece) -> Tensor:
@@ -162,7 +164,9 @@ class Masters:
         return piece.tensor.detach().to(dtype) * self.factor.to(dtype)
 
     def master_pieces(self, place: Place) -> list[Piece]:
-        """Masters of another dtype than their working tensors, as slots ``<parameter>.master``."""
+        """Masters with another dtype than their working tensors, as slots
+        ``<parameter>.master``.
+        """
         return [
             piece
             for name, (working, master) in self.pairs.items()
@@ -172,7 +176,7 @@ class Masters:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Parameters were loaded: masters that do not round to them start again from them."""
+        """After a load of parameters, restart the masters that do not round to them."""
         for working, master in self.pairs.values():
             loaded = working.to(master.device)
             rounds = master.to(loaded.dtype) == loaded

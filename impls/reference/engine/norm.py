@@ -1,4 +1,4 @@
-"""Global gradient norm and clipping, from parts that may lie on several ranks.
+"""Global gradient norm and clipping, from parts on one or several ranks.
 
 Same formula as ``torch.nn.utils.clip_grad_norm_``: gradients are multiplied by
 ``min(1, max_norm / (norm + 1e-6))``.
@@ -44,5 +44,5 @@ def total_norm(parts: Iterable[NormPart], comm: Callable[..., Comm], order: floa
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are multiplied by so that their norm is at most ``max_norm``."""
+    """The factor that limits the norm of gradients to ``max_norm``."""
     return (max_norm / (norm + EPSILON)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""Host memory: where state rests that does not fit on the device.
+"""Host memory for state that does not fit on the device.
 
 Problem.  Optimizer state is the largest part of a model's state and is touched once a step.  It can
 rest, and be updated, in host memory; the device keeps what forward and backward compute with
@@ -37,14 +37,14 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Memory beside ``device``; files, if there are any, are made in ``folder``."""
+    """Memory outside ``device``; files, if any, are created in ``folder``."""
 
     def __init__(self, device: torch.device | str, folder: Path | None = None) -> None:
         self.pinned = torch.device(device).type != "cpu"
         self.folder = folder
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros in host memory; one without elements takes no memory."""
+        """A tensor of zeros in host memory; an empty one takes no memory."""
         elements = torch.Size(shape).numel()
         if self.pinned:
             return torch.zeros(shape, dtype=dtype, pin_memory=True)

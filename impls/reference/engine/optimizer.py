@@ -1,4 +1,4 @@
-"""A torch optimizer from an :class:`~shardproof.contract.OptimizerSpec`, and its state by name."""
+"""A torch optimizer from an :class:`~shardproof.contract.OptimizerSpec`, and its named state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def param_groups(spec: OptimizerSpec, named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Torch parameter groups over ``named`` (the tensors that this rank updates)."""
+    """Torch parameter groups over ``named``, the tensors that this rank updates."""
     if not named:  # torch refuses an optimizer without a group, and takes an empty group
         empty = {"params": [], "param_names": [], "weight_decay": 0.0, "own_decay": None}
         return [{**empty, "lr_scale": 1.0}]
@@ -39,7 +39,7 @@ def build_optimizer(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.
 
 
 def unnamed_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``groups`` without the names of their parameters, which not every optimizer takes."""
+    """``groups`` without parameter names, which not every optimizer accepts."""
     return [{**group, "params": [p for _, p in group["params"]]} for group in groups]
 
 
@@ -48,7 +48,7 @@ def seed_state(
     spec: OptimizerSpec,
     host: HostMemory | None = None,
 ) -> None:
-    """Make the state of parameters that have their first gradient, as :func:`make_slots` does.
+    """Create the state of parameters that have their first gradient, with :func:`make_slots`.
 
     Torch makes it in the step: in the usual memory, and momentum with the strides of the gradient,
     which a reduction may have made contiguous.  Zeros are where every slot starts from.
@@ -69,7 +69,7 @@ def seed_state(
 
 
 def zeros(like: Tensor, dtype: torch.dtype, host: HostMemory | None) -> Tensor:
-    """A slot: in ``host`` memory, if that is given; else beside ``like``, with its strides.
+    """A slot of zeros: in ``host`` memory if given, else next to ``like`` with its strides.
 
     With other strides another kernel would update it, and round otherwise in the last place.
     """
@@ -83,7 +83,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, ste
 
 
 def set_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Set the weight decay of every group that has none of its own."""
+    """Set the weight decay of every group without its own."""
     for group in optimizer.param_groups:
         if group["own_decay"] is None:
             group["weight_decay"] = decay
@@ -97,7 +97,7 @@ Place = Callable[[str, str, Tensor], Piece | list[Piece]]
 def make_slots(
     optimizer: torch.optim.Optimizer, pieces: Iterable[Piece], host: HostMemory | None = None
 ) -> list[tuple[Tensor, str]]:
-    """Give ``optimizer`` the slots, of zeros, that pieces called ``<name>.<slot>`` are pieces of.
+    """Give ``optimizer`` slots of zeros for pieces that are named ``<name>.<slot>``.
 
     Each has the shape of its parameter, or is a single number; it lies in ``host`` memory, if that
     is given.  Returns what was made, as parameters and slots.
@@ -134,6 +134,6 @@ def slot_pieces(optimizer: torch.optim.Optimizer, place: Place) -> list[Piece]:
 
 
 def placed(place: Place, name: str, slot: str, tensor: Tensor) -> list[Piece]:
-    """What ``place`` says, as a list."""
+    """The result of ``place`` as a list."""
     pieces = place(name, slot, tensor)
     return [pieces] if isinstance(pieces, Piece) else pieces

@@ -1,4 +1,4 @@
-"""Options of an implementation: a mapping from a scenario file becomes a frozen dataclass."""
+"""Options of an implementation: a mapping from a scenario file as a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -
 
 
 def own_thing(name: str, path: str) -> Any:
-    """What a user has at ``path`` (``package.module:name``), given as the option ``name``.
+    """The user's object at ``path`` (``package.module:name``), given as the option ``name``.
 
     Raises :class:`Refused` where nothing can be imported there.
     """
@@ -58,7 +58,9 @@ def own_thing(name: str, path: str) -> Any:
 
 
 def own_function(name: str, path: str) -> Callable[..., Any]:
-    """As :func:`own_thing`; what cannot be called is refused, too."""
+    """The user's function, found by :func:`own_thing`; objects that are not callable are
+    refused.
+    """
     found = own_thing(name, path)
     if not callable(found):
         raise Refused(f"option {name!r} = {path!r}: is {found!r:.60}, which cannot be called")
@@ -68,8 +70,8 @@ def own_function(name: str, path: str) -> Callable[..., Any]:
 def own_function_of(
     name: str, path: str, *given: str, named: Iterable[str] = (), gives: str
 ) -> Callable[..., Any]:
-    """As :func:`own_function`; what cannot be called with the arguments ``given``, and those
-    ``named`` by keywords, is refused.
+    """The user's function, as in :func:`own_function`; refused if it cannot be called with the
+    arguments ``given`` and the keywords ``named``.
 
     ``gives``: what it returns, in words.  The refusal names where it is written.
     """
@@ -90,7 +92,7 @@ def own_function_of(
 
 
 def written_at(function: Callable[..., Any]) -> str:
-    """`` (file:line)`` of ``function``, where Python knows it."""
+    """`` (file:line)`` of ``function``, if Python knows it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
 
@@ -102,20 +104,20 @@ def at_least(name: str, value: float, least: float) -> None:
 
 
 def unknown(name: str, within: str, names: Iterable[str]) -> str:
-    """That there is no option ``name`` but ``names``; ``within`` is put before each."""
+    """The message that there is no option ``name``, only ``names``; ``within`` precedes each."""
     valid = ", ".join(sorted(within + n for n in names))
     return f"unknown option {within + name!r}; {_meant(name, names, within)}valid: {valid}"
 
 
 def _meant(given: object, names: Iterable[str], within: str = "") -> str:
-    """A question after the nearest of ``names``, or nothing."""
+    """A question with the nearest of ``names``, or nothing."""
     known = {name.lower(): name for name in names}
     near = difflib.get_close_matches(str(given).lower(), known, n=1, cutoff=0.5)
     return f"did you mean {within + known[near[0]]!r}? " if near else ""
 
 
 def _value(name: str, hint: Any, value: Any) -> Any:
-    """``value`` as a field of type ``hint`` holds it."""
+    """``value`` converted for a field of type ``hint``."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for kind in kinds:
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
@@ -157,7 +159,7 @@ def as_yaml(value: object) -> str:
 
 
 def _choices(kinds: Iterable[Any]) -> list[object]:
-    """The values that ``kinds`` list by themselves, as they are written."""
+    """The values that ``kinds`` list, in the form of a scenario file."""
     found = (get_args(k) if get_origin(k) is Literal else () for k in kinds if k is not NoneType)
     return [*itertools.chain(*found), *("null" for kind in kinds if kind is NoneType)]
 

@@ -1,4 +1,4 @@
-"""Mixed precision as a policy: what is computed, reduced, returned and kept in which dtype.
+"""Mixed precision as a policy: the dtypes of compute, reduction, outputs and stored state.
 
     parameters   what forward and backward compute with, and what is sent when parameters travel
     reduce       what gradients are summed over the ranks in
@@ -54,20 +54,20 @@ class Precision:
     buffers: torch.dtype | None = None
 
     def compute(self, built: torch.dtype) -> torch.dtype:
-        """What a parameter that was built as ``built`` is computed with."""
+        """The compute dtype of a parameter built as ``built``."""
         return self.parameters or built
 
     def reduction(self, built: torch.dtype) -> torch.dtype:
-        """What the gradient of such a parameter is summed in."""
+        """The reduction dtype of the gradient of such a parameter."""
         return self.reduce or self.compute(built)
 
     @property
     def as_built(self) -> bool:
-        """Whether nothing is cast."""
+        """Whether no cast is needed."""
         return self == Precision()
 
     def cast_buffers(self, module: nn.Module) -> None:
-        """Bring the floating-point buffers of ``module`` into the policy's dtype.
+        """Cast the floating-point buffers of ``module`` to the policy's dtype.
 
         As in torch's FSDP they are cast once, and updated in that dtype from then on.
         """
@@ -80,7 +80,7 @@ class Precision:
                     setattr(owner, name, buffer.to(self.buffers))
 
     def cast_frozen(self, module: nn.Module) -> None:
-        """Bring the frozen parameters of ``module`` into the dtype that is computed with.
+        """Cast the frozen parameters of ``module`` to the compute dtype.
 
         For those who keep whole parameters and cast the trained ones on their way into buckets.
         """
@@ -89,8 +89,8 @@ class Precision:
                 parameter.data = parameter.data.to(self.compute(parameter.dtype))
 
     def check_norms(self, module: nn.Module, remedy: str = "") -> None:
-        """Raise :class:`Refused` for a batch norm whose weights would be of another dtype than its
-        running statistics: torch's refuses to compute.
+        """Raise :class:`Refused` for a batch norm with weights of another dtype than its running
+        statistics, which torch cannot compute.
         """
         for name, part in module.named_modules():
             if not isinstance(part, _BatchNorm) or part.weight is None or part.running_mean is None:
@@ -105,16 +105,16 @@ class Precision:
                 )
 
     def cast_inputs(self, inputs: Tensor) -> Tensor:
-        """``inputs`` as forward wants them: floating-point ones in the compute dtype."""
+        """``inputs`` for forward: floating-point ones in the compute dtype."""
         return cast(inputs, self.parameters)
 
     def cast_outputs(self, outputs: Tensor) -> Tensor:
-        """``outputs`` as the caller wants them (differentiable)."""
+        """``outputs`` for the caller (differentiable)."""
         return cast(outputs, self.output)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``tensor`` in ``dtype`` if it is of floating point and ``dtype`` is given."""
+    """``tensor`` cast to ``dtype`` if it is floating-point and ``dtype`` is given."""
     if dtype is None or not tensor.is_floating_point():
         return tensor
     return tensor.to(dtype)

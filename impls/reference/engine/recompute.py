@@ -1,4 +1,4 @@
-"""Activation checkpointing: a group of units keeps its input and is computed again in backward.
+"""Activation checkpointing: a group of units keeps its input and is recomputed in backward.
 
 Problem.  Backward needs what forward computed; kept for a whole model, these activations outweigh
 the model's state.  A group of k units that keeps nothing but its input trades them for a second
@@ -42,7 +42,7 @@ from shardproof.impls.reference.parts.nested import alike, mapped, tensors_in
 def recompute_units(
     module: nn.Module, units: Sequence[str], every: int, call_type: type[Call] | None = None
 ) -> list[Group]:
-    """Wrap the forwards of ``units`` (dotted names, in forward order), ``every`` to a group.
+    """Wrap the forwards of ``units`` (dotted names, in forward order), ``every`` units per group.
 
     0 leaves ``module`` as it is.  In a group each unit but the first is called with what the one
     before returned, and with nothing else.  :meth:`Group.close` gives the units their forwards
@@ -69,7 +69,7 @@ def recompute_units(
 
 
 class Group:
-    """Consecutive units that are computed again together."""
+    """Consecutive units that are recomputed together."""
 
     def __init__(
         self, names: Sequence[str], units: Sequence[nn.Module], call_type: type[Call]
@@ -95,7 +95,7 @@ class Group:
         return " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
 
     def close(self) -> None:
-        """Give the units their forwards back."""
+        """Restore the forwards of the units."""
         while self.own:
             # The last unit first: one that occurs twice gets back the forward that it had before
             # both.
@@ -106,7 +106,7 @@ class Group:
                 unit.forward = own
 
     def forward(self, number: int, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Forward of unit ``number``, whose own one is ``compute``."""
+        """Forward of unit ``number``, whose original forward is ``compute``."""
         # The second forward: what it would save is what the first graph asks for.
         if self.again is not None:
             with self.again.collecting():
@@ -134,7 +134,9 @@ class Group:
         return output
 
     def check_chain(self, number: int, output: Any, args: Any, kwargs: Any) -> None:
-        """Raise unless unit ``number`` is called with ``output``, cast or not, and nothing else."""
+        """Raise unless unit ``number`` is called with ``output``, cast or not, as its only
+        input.
+        """
         if len(args) != 1 or kwargs or not alike(args[0], output, _cast):
             raise _refused(
                 f"unit {self.names[number]!r} was not called with what {self.names[number - 1]!r} "
@@ -143,7 +145,7 @@ class Group:
 
 
 class Call:
-    """One forward of a group: what it takes to repeat it."""
+    """One forward of a group, with the state needed to repeat it."""
 
     def __init__(self, group: Group, args: Any, kwargs: Any) -> None:
         self.group = group
@@ -165,7 +167,9 @@ class Call:
         self.output = None if is_last else mapped(output, lambda tensor: tensor, keep=False)
 
     def forgetting(self) -> saved_tensors_hooks:
-        """Autograd gets a number for every tensor that it wants to save, and asks back by it."""
+        """Give autograd a number for every tensor that it wants to save, and resolve the number
+        later.
+        """
 
         def pack(tensor: Tensor) -> int:
             self.saved.append((tensor.shape, tensor.dtype))
@@ -182,7 +186,9 @@ class Call:
         return saved_tensors_hooks(pack, unpack)
 
     def collecting(self) -> saved_tensors_hooks:
-        """The second graph is never differentiated: what it would save is what the first lacks."""
+        """Collect the tensors that a second graph would save; they are those that the first
+        lacks.
+        """
 
         def pack(tensor: Tensor) -> None:
             self.collected.append(tensor.detach())
@@ -227,7 +233,9 @@ class Call:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Generators and buffers as they were when the forward began; as they are now after it."""
+        """Restore generators and buffers from the start of the forward, and the current ones
+        afterwards.
+        """
         generators = self.group.generators
         now = [generator.get_state() for generator in generators]
         for generator, state in zip(generators, self.draws, strict=True):
@@ -254,7 +262,7 @@ class Buffers:
         self.copies = _copied(self.bound())
 
     def bound(self) -> Bound:
-        """What is bound now."""
+        """The current buffers."""
         return [dict(module._buffers) for module in self.modules]
 
     def bind(self, buffers: Bound) -> None:
@@ -264,7 +272,7 @@ class Buffers:
 
     @contextmanager
     def as_read(self) -> Iterator[None]:
-        """Copies of the copies are bound, so that what runs inside leaves no trace."""
+        """Bind copies of the copies, so that code inside leaves no trace."""
         now = self.bound()
         self.bind(_copied(self.copies))
         try:
@@ -281,7 +289,7 @@ def _copied(buffers: Bound) -> Bound:
 
 
 def _cast(given: Tensor, output: Tensor) -> bool:
-    """Whether ``given`` is ``output``, cast or not."""
+    """Whether ``given`` equals ``output``, cast or not."""
     if given is output:
         return True
     cast = output.detach().to(given.dtype)
@@ -289,7 +297,7 @@ def _cast(given: Tensor, output: Tensor) -> bool:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """Cut from its graph: repeating a group must not reach what came before it."""
+    """Detach from the graph: repeating a group must not reach earlier units."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

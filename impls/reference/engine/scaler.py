@@ -45,7 +45,7 @@ class LossScaler:
         return self.agreed(any(not bool(g.isfinite().all()) for g in gradients if g is not None))
 
     def agreed(self, own: bool) -> bool:
-        """Whether any rank says so."""
+        """Whether any rank reports an overflow."""
         # An integer travels, not the gradients: every rank learns of an overflow that one shard
         # has.
         for axis in self.mesh.axes:  # a maximum may be taken axis by axis
@@ -65,8 +65,8 @@ class LossScaler:
 
 
 class OwnScaler(LossScaler):
-    """The scale of one rank, whose gradients nobody else has a part in."""
+    """The loss scale of one rank, whose gradients are its own."""
 
     def agreed(self, own: bool) -> bool:
-        """This rank says so."""
+        """Whether this rank reports an overflow."""
         return own

@@ -1,4 +1,4 @@
-"""Moving state: load it by name, broadcast it in few large messages, gather and put back pieces."""
+"""Moving state: load named tensors, broadcast in few large messages, gather and scatter pieces."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardproof.contract import Piece, Refused
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, as bound *now*; tied tensors once."""
+    """Name -> parameter or buffer, as currently bound; tied tensors once."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters and buffers -> the first one, under which they are saved."""
+    """Further names of tied parameters and buffers -> the first name, which is saved."""
     first: dict[int, str] = {}
     found = {}
     named = (
@@ -33,7 +33,7 @@ def aliases_of(module: nn.Module) -> dict[str, str]:
 
 
 def generators_of(module: nn.Module, device: torch.device) -> dict[str, torch.Generator]:
-    """What ``module`` draws from, by name: torch's own, the device's, those in its attributes."""
+    """Name -> generator of ``module``: torch's own, the device's, those in its attributes."""
     found = {"torch": torch.default_generator}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.default_generators[device.index or 0]
@@ -49,7 +49,7 @@ SECOND_DERIVATIVE = "second_derivative"
 
 
 def refuse_second_derivatives(module: nn.Module, asked: str, why: str, remedy: str) -> None:
-    """Raise :class:`Refused` where a part of ``module`` takes a gradient in its forward."""
+    """Raise :class:`Refused` if a part of ``module`` takes a gradient in its forward."""
     for name, part in module.named_modules():
         if getattr(part, "differentiates", False):
             place = repr(name) if name else f"the model ({type(part).__name__})"
@@ -101,7 +101,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], comm: Comm, root: int = 0) -> N
 
 
 def place_of(piece: Piece) -> tuple[object, ...]:
-    """What tells a rank's pieces apart."""
+    """The key that distinguishes a rank's pieces."""
     return piece.name, piece.slices, piece.flat_range
 
 
@@ -120,7 +120,7 @@ def copy_pieces(held: Sequence[Piece], given: Sequence[Piece]) -> list[Piece]:
 
 
 def gather_pieces(pieces: Sequence[Piece], comm: Comm) -> dict[str, Tensor]:
-    """Whole tensors by name, on every rank, from the pieces that the ranks of ``comm`` hold.
+    """Name -> whole tensor, on every rank, from the pieces that the ranks of ``comm`` hold.
 
     Where a rank holds all of a tensor, its own copy counts.  The rest, single numbers (Adam's step)
     included, travels as objects: this is for saving and looking, not for a step.
@@ -135,7 +135,7 @@ def gather_pieces(pieces: Sequence[Piece], comm: Comm) -> dict[str, Tensor]:
 
 
 def gather_over(pieces: Sequence[Piece], comms: Sequence[Comm]) -> list[Piece]:
-    """The ``pieces`` of all ranks, gathered as objects along one of ``comms`` after the other."""
+    """The ``pieces`` of all ranks, gathered as objects along each of ``comms`` in turn."""
     # Without ``source``, which would travel too, and cloned, or a view would travel with all of its
     # storage.
     copies = [replace(p, tensor=p.tensor.detach().clone(), source=None) for p in pieces]
@@ -145,7 +145,7 @@ def gather_over(pieces: Sequence[Piece], comms: Sequence[Comm]) -> list[Piece]:
 
 
 def put(piece: Piece, whole: dict[str, Tensor]) -> None:
-    """Copy ``piece`` to its place in the tensor of its name, which is made where it is missing."""
+    """Copy ``piece`` into the tensor of its name, which is created if missing."""
     tensor = piece.tensor
     if piece.name not in whole:
         empty = torch.zeros(piece.global_shape, dtype=tensor.dtype, device=tensor.device)

@@ -1,4 +1,4 @@
-"""How gradients are summed where options ask for more than the backend's own collectives."""
+"""Reducers for options beyond the backend's own collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardproof.impls.reference.parts.reducers import Reducer
 
 
 class Summing:
-    """Makes reducers: by an algorithm of collectives/, or compressed."""
+    """Make reducers: by an algorithm of collectives/, or compressed."""
 
     # What compresses gradients, one for each method.
     cast_type: type[Compressor] = Cast
@@ -29,7 +29,7 @@ class Summing:
     onebit_type: type[Compressor] = OneBit
 
     def reducer(self, options: Compressing, spec: OptimizerSpec, mesh: Mesh) -> Reducer:
-        """The reducer that the ``options`` of a strategy ask for.
+        """The reducer that the strategy's ``options`` choose.
 
         :raises Refused: ``compress`` together with a loss scaler.
         """

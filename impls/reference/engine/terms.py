@@ -1,4 +1,5 @@
-"""Loss terms that span micro-batches: a load-balancing loss over the batch of a rank, or of all.
+"""Loss terms over several micro-batches, such as a load-balancing loss over a rank's or the whole
+batch.
 
 Problem.  Such a term is no sum over samples: it is a function f of sums s over all of them.  No
 micro-batch knows these sums when its backward begins.
@@ -38,7 +39,7 @@ class Terms:
         self.engine = engine
 
     def backward(self, batch: Batch) -> Tensor:
-        """As ``Engine.backward``; this rank's share of the loss, terms included."""
+        """Run ``Engine.backward`` with loss terms; return this rank's share of the loss."""
         engine, micro_batches = self.engine, batch.micro_batches
         several = len(micro_batches) > 1
         if several and engine.handle.takes_turns:
@@ -70,7 +71,7 @@ class Terms:
         return total
 
     def nothing(self, size: int = 0) -> Tensor:
-        """Zeros in the dtype of weights."""
+        """Zeros in the dtype of the weights."""
         own = next(self.engine.module.parameters()).dtype
         dtype = own if own.itemsize >= 4 else torch.float32
         return torch.zeros(size or (), dtype=dtype, device=self.engine.mesh.device)
@@ -83,12 +84,12 @@ class Terms:
         return whole
 
     def share(self, term: LossTerm) -> float:
-        """Of a value that all ranks have, so that their shares add up to it."""
+        """The share of a value known to all ranks, so that the shares sum to it."""
         ranks = 1
         for axis in self.axes(term):
             ranks *= self.engine.mesh.axes[axis]
         return 1 / ranks
 
     def axes(self, term: LossTerm) -> tuple[str, ...]:
-        """The axes of the mesh over which ``term`` is one."""
+        """The axes of the mesh that ``term`` spans."""
         return sharing(self.engine.mesh.axes) if term.scope == "global" else ()

@@ -1,4 +1,4 @@
-"""FSDP: ZeRO-3 with a choice of what is sharded, over whom, and for how long.
+"""FSDP: ZeRO-3 with a choice of the sharded state, the ranks, and the lifetime of whole parameters.
 
 Problem.  ZeRO-3 pays for its memory with gathers: two of every unit for each micro-batch.  Where
 there is memory to spare, some can be saved: keep what was gathered until backward (SHARD_GRAD_OP),
@@ -109,7 +109,7 @@ class ReferenceFSDP(Engine):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """Everything that the ``fsdp`` profile asks for."""
+        """The capabilities that the ``fsdp`` profile requires."""
         chosen = parse_options(Options, options)
         silent = ("accumulation_without_communication",) * chosen.accumulate_without_communication
         axes, declines = AXES[chosen.sharding_strategy], chosen.wrap.declines | DECLINES
@@ -136,7 +136,7 @@ class ReferenceFSDP(Engine):
         return self.handle_type(module, comms, plan, chosen, self.context(chosen), chunks)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """Gathered from the ranks that hold shards."""
+        """Whole tensors, gathered from the ranks that hold shards."""
         comm = self.mesh.comm("shard" if "shard" in self.mesh.axes else "replicate")
         return gather_pieces(self.local_state(kind), comm)
 

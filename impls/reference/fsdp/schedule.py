@@ -1,4 +1,4 @@
-"""When FSDP gathers, frees and reduces a unit; and the options that decide it."""
+"""The schedule of FSDP's gathers, frees and reductions, and the options that control it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardproof.impls.reference.units.wrapped import WrappedModel
 
 @dataclass(frozen=True)
 class Options(OfShards, OfWholes, Training, Compressing, Followed, Saved):
-    """``reshard_after_forward``: what happens to parameters between forward and backward.
+    """``reshard_after_forward``: the layout of parameters between forward and backward.
 
     ``true``: freed; ``false``: kept; an integer k: sharded over k neighbours; ``null``: as the
     strategy says.  The others: see the package's docstring.
@@ -70,7 +70,7 @@ class Options(OfShards, OfWholes, Training, Compressing, Followed, Saved):
 
     @property
     def reduction(self) -> Reduction:
-        """Into shards, in every round unless that waits for the last; NO_SHARD: whole, then."""
+        """Into shards in every round, or in the last round if configured; whole for NO_SHARD."""
         scattered = self.sharding_strategy != "NO_SHARD"
         return Reduction(scattered, scattered and not self.accumulate_without_communication)
 
@@ -105,17 +105,17 @@ class FSDP(WrappedModel):
         self.unreduced: set[ShardedUnit] = set()  # their gradients wait for the last round
 
     def before_step(self, micro_batches: int) -> None:
-        """Agree on the rounds; forget what a rank that was idle in the last one followed."""
+        """Agree on the rounds; clear the record of a rank that was idle in the last round."""
         super().before_step(micro_batches)
         self.unreduced.clear()
 
     @property
     def is_silent(self) -> bool:
-        """Whether gradients stay where they are in this round."""
+        """Whether gradients stay local in this round."""
         return self.options.accumulate_without_communication and not self.rounds.is_last
 
     def before_forward(self, unit: ShardedUnit, again: bool) -> None:
-        """Gather the unit, wait for it, start to gather those that came next last time."""
+        """Gather the unit, wait for it, and prefetch the units that followed it last time."""
         self.gather(unit)
         unit.wait()
         if again:
@@ -124,7 +124,7 @@ class FSDP(WrappedModel):
             self.gather(following)
 
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
-        """Free the unit, unless its backward follows at once or it is to be kept."""
+        """Free the unit, unless its backward follows at once or the options keep it."""
         if again:
             return
         if not torch.is_grad_enabled():
@@ -137,7 +137,7 @@ class FSDP(WrappedModel):
         self.order.forward_ends(unit)
 
     def before_backward(self, unit: ShardedUnit) -> None:
-        """Gather the unit, wait for it, start to gather those whose backwards come next."""
+        """Gather the unit, wait for it, and prefetch the units whose backwards come next."""
         if unit is self.root:
             # What the round before left under way: its whole gradients go before new ones come.
             self.wait_and_accumulate()
@@ -147,7 +147,7 @@ class FSDP(WrappedModel):
             self.gather(preceding)
 
     def after_backward(self, unit: ShardedUnit) -> None:
-        """Free the parameters, send the gradients or keep them."""
+        """Free the parameters; send the gradients or keep them."""
         if not (self.is_silent and self.options.keeps_parameters):
             unit.free()
         if self.is_silent:
@@ -158,7 +158,9 @@ class FSDP(WrappedModel):
             self.reduce(unit)
 
     def leave_round(self) -> None:
-        """In the last round: reduce units that it did not call, whose gradients were kept."""
+        """In the last round, reduce units that this round did not call but whose gradients were
+        kept.
+        """
         if self.rounds.is_last:
             # In the order of the list, which is the same on all ranks; that of a set is not.
             for unit in self.units:
@@ -166,7 +168,7 @@ class FSDP(WrappedModel):
                     self.reduce(unit)
 
     def free_all(self) -> None:
-        """After a round: free whatever is whole, unless the next round needs it."""
+        """After a round, free all whole units, unless the next round needs them."""
         keeps = self.is_silent and self.options.keeps_parameters and torch.is_grad_enabled()
         if not keeps:
             super().free_all()

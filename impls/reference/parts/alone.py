@@ -1,4 +1,4 @@
-"""Ranks that train alone and meet at times: what local SGD and DiLoCo have in common.
+"""Ranks that train alone and meet at intervals: the common part of local SGD and DiLoCo.
 
 Between meetings nothing is sent: a rank clips, updates and scales its loss by itself.  Its loss is
 a share of the whole batch's, so its gradient times the number of ranks is an estimate of the whole
@@ -34,7 +34,7 @@ KEPT_APART = tuple(name for name in FORMATS if name != "full")
 
 @dataclass(frozen=True)
 class Meets(Saved):
-    """``every``: ranks meet after so many steps."""
+    """``every``: the number of steps between meetings."""
 
     every: int = 8
 
@@ -52,7 +52,7 @@ class Meets(Saved):
 
 
 class Alone(Replicated):
-    """The handle: a whole model that is this rank's own until the next meeting."""
+    """The handle: a whole model that is independent until the next meeting."""
 
     def __init__(self, module: nn.Module, comm: Comm, meets: Meets) -> None:
         super().__init__(module, comm)
@@ -62,31 +62,31 @@ class Alone(Replicated):
 
     @property
     def apart(self) -> frozenset[Kind]:  # type: ignore[override]
-        """The optimizer's state never meets; parameters have parted since the last meeting."""
+        """Optimizer state is never averaged; parameters have diverged since the last meeting."""
         return frozenset({"optimizer", "parameters"} if self.parted else {"optimizer"})
 
     def finish(self) -> None:
-        """Gradients of a share become an estimate of the whole batch's."""
+        """Scale the gradients of a share to estimate those of the whole batch."""
         self.scale_gradients(torch.tensor(float(self.comm.size), dtype=torch.float64))
 
     def after_update(self) -> None:
-        """Meet, if it is time; an update that was left out is one as well."""
+        """Meet if it is time; a skipped update counts as a step."""
         self.parted = not self.meets.after(self.step)
         if not self.parted:
             self.meet()
 
     @abstractmethod
     def meet(self) -> None:
-        """Parameters become the same on all ranks."""
+        """Make the parameters equal on all ranks."""
 
     def loaded(self) -> None:
-        """What was loaded may be of ranks that had parted."""
+        """Account for loaded state of ranks that had diverged."""
         self.parted = True
 
 
 @torch.no_grad()
 def mean(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
-    """The mean over ranks of each of ``tensors``, which stay as they are: one message a dtype."""
+    """The mean over ranks of each of ``tensors``, which stay unchanged: one message per dtype."""
     means: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -99,7 +99,7 @@ def mean(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
 
 
 class TrainsAlone(Engine):
-    """The engine: nothing that ranks decide together."""
+    """The engine of ranks that decide nothing together."""
 
     depth = "layout"
     scaler_type: type[LossScaler] = OwnScaler
@@ -108,7 +108,7 @@ class TrainsAlone(Engine):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """Compared with as many trajectories on one process, whose bits it has in their order."""
+        """Compared with as many trajectories in one process, whose bits it has in their order."""
         parse_options(cls.options_type, options)
         return declared(
             exactness="bitwise",
@@ -123,7 +123,7 @@ class TrainsAlone(Engine):
         return self.handle_type(module, mesh.comm("replicate"), chosen)
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
-        """Save every rank's own.
+        """Save the state of every rank.
 
         :raises Refused: a checkpoint has one loss scale, and each rank has its own.
         """
@@ -152,27 +152,27 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the oracle is told: the mean, computed on one process."""
+    """The meeting for the oracle: the mean, computed in one process."""
 
     meets_at: Meets
 
     def begin(self, parameters: Tensors) -> dict[str, Tensor]:
-        """Nothing is kept."""
+        """Nothing to store."""
         return {}
 
     def meets(self, step: int) -> bool:
-        """After every ``every``-th step."""
+        """Whether step ``step`` is a multiple of ``every``."""
         return self.meets_at.after(step)
 
     def meet(
         self, ends: Sequence[Tensors], kept: Tensors
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The mean of ``ends``, added up in the order of ranks."""
+        """The mean of ``ends``, summed in the order of ranks."""
         return {name: mean_of([end[name] for end in ends]) for name in ends[0]}, {}
 
 
 def mean_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The mean, added up from the first to the last."""
+    """The mean, summed from the first to the last."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor

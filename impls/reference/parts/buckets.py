@@ -41,7 +41,7 @@ class GradientBucket:
         self.work: Work | None = None
 
     def pack(self, gradients: Iterable[Tensor | None]) -> None:
-        """Copy in those of the members' ``gradients`` that lie elsewhere; ``None`` is zero."""
+        """Pack the members' ``gradients`` that lie elsewhere; ``None`` is zero."""
         for view, gradient in zip(self.views.values(), gradients, strict=True):
             if gradient is None:
                 view.zero_()
@@ -49,7 +49,7 @@ class GradientBucket:
                 view.copy_(gradient)
 
     def outgoing(self, step: int) -> Bucket:
-        """What a reducer is given in optimizer step number ``step``."""
+        """The bucket for a reducer in optimizer step number ``step``."""
         return Bucket(self.flat, self.parts, step)
 
 

@@ -1,4 +1,4 @@
-"""Stopping together: ranks decide by a vote when training ends, and which checkpoint was the best.
+"""Stopping together: ranks vote on when training ends, and on which checkpoint was the best.
 
 Problem.  Every rank measures its own share of an evaluation, and the shares differ.  A rank that
 decides by its own number stops alone: the others wait for it in the next collective, for ever; or
@@ -46,7 +46,7 @@ from shardproof.impls.reference.engine.options import at_least
 
 
 class Vote(NamedTuple):
-    """What a rank tells the others."""
+    """The vote of one rank."""
 
     step: int
     weighted: float
@@ -55,11 +55,11 @@ class Vote(NamedTuple):
 
 
 class VotesDiffer(RuntimeError):
-    """Ranks vote on different steps: some have left out an evaluation."""
+    """Ranks vote on different steps: some have skipped an evaluation."""
 
 
 class Count:
-    """What all ranks know after the same votes: nothing in here is a rank's own."""
+    """The state after the same votes, equal on all ranks."""
 
     def __init__(self, rule: StopRule) -> None:
         self.rule = rule
@@ -87,11 +87,11 @@ class Count:
 
     @property
     def sign(self) -> int:
-        """Of a change that is a gain."""
+        """The sign of a change that counts as a gain."""
         return 1 if self.rule.best == "highest" else -1
 
     def why_it_ends(self, metric: float, asks: bool) -> str:
-        """The first reason to end; empty: there is none."""
+        """The first reason to end; empty if there is none."""
         rule = self.rule
         if asks:
             return "a rank asks to stop"
@@ -133,7 +133,9 @@ class Consensus:
         return self.count.take(step, self.metric(votes), any(vote.asks for vote in votes))
 
     def cast(self, step: int, metric: float, weight: float, asks: bool) -> Vote:  # [1]
-        """This rank's vote; without data its metric may be NaN, which no weight of 0 takes away."""
+        """This rank's vote; without data its metric may be NaN, which a weight of 0 does not
+        remove.
+        """
         return Vote(step, weight * metric if weight else 0.0, weight, asks)
 
     def exchange(self, vote: Vote) -> list[Vote]:  # [2]
@@ -145,7 +147,7 @@ class Consensus:
         return [Vote(int(step), total, weight, bool(asks)) for step, total, weight, asks in rows]
 
     def agree(self, votes: Sequence[Vote]) -> None:  # [3]
-        """All votes are of one step."""
+        """Check that all votes are of one step."""
         steps = [vote.step for vote in votes]
         if len({*steps}) > 1:
             raise VotesDiffer(
@@ -154,13 +156,13 @@ class Consensus:
             )
 
     def metric(self, votes: Sequence[Vote]) -> float:  # [4]
-        """The mean over all data; NaN where nobody has any."""
+        """The mean over all data; NaN if no rank has any."""
         weight = sum(vote.weight for vote in votes)
         return sum(vote.weighted for vote in votes) / weight if weight else math.nan
 
 
 def check(rule: StopRule) -> None:
-    """Whether a rule can be applied.
+    """Check that a rule can be applied.
 
     :raises Refused: a bound below 0, or a number that is none.
     """

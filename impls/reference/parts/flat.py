@@ -1,4 +1,4 @@
-"""Flat layouts: named tensors laid end to end and cut into equal shards, one a rank.
+"""Flat layouts: named tensors laid end to end and cut into equal shards, one per rank.
 
 Collectives move equal contiguous chunks, models are made of tensors of any shape.  So tensors of
 one dtype are laid end to end, padding is added at the end until every shard has the same length,
@@ -28,8 +28,8 @@ from shardproof.contract import Piece
 
 @dataclass(frozen=True)
 class Part:
-    """Elements ``start`` to ``stop - 1`` of the flattened tensor ``name``, as they lie in a shard
-    (or in the whole flat tensor, as in the shard of a single rank).
+    """Elements ``start`` to ``stop - 1`` of the flattened tensor ``name``, as stored in a shard (or
+    in the whole flat tensor, the shard of a single rank).
 
     ``shape`` is that of the whole tensor, ``offset`` the place of the first element in the shard.
     """
@@ -50,17 +50,18 @@ class Part:
         return shard[self.offset : self.offset + self.numel]
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
-        """This part of the whole ``tensor``: a view where its strides allow one, else a copy."""
+        """This part of the whole ``tensor``: a view if its strides allow one, else a copy."""
         return tensor.reshape(-1)[self.start : self.stop]
 
     def piece(self, tensor: Tensor, name: str | None = None, replica: int = 0) -> Piece:
-        """``tensor``, laid out like this part, for the judge (``name``: not the tensor's own)."""
+        """``tensor``, laid out like this part, as a piece (``name``: if not the tensor's own)."""
         span = (self.start, self.stop)
         return Piece(name or self.name, self.shape, tensor, flat_range=span, replica=replica)
 
 
 class FlatLayout:
-    """Where ``tensors`` lie in one flat tensor of ``padded_numel`` elements, and in its shards.
+    """The positions of ``tensors`` in one flat tensor of ``padded_numel`` elements, and in its
+    shards.
 
     Only shapes and dtype of ``tensors`` are read (the meta device will do); all have one dtype.  A
     tensor without elements belongs to the shard in which it would start.
@@ -104,7 +105,9 @@ class FlatLayout:
         return self.padded_numel - self.numel
 
     def empty(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
-        """A flat tensor of ``padded_numel`` elements: zeros as padding, the rest uninitialized."""
+        """A flat tensor of ``padded_numel`` elements with zeros as padding; the rest is
+        uninitialized.
+        """
         flat = torch.empty(self.padded_numel, dtype=dtype or self.dtype, device=device)
         flat[self.numel :].zero_()
         return flat
@@ -115,12 +118,12 @@ class FlatLayout:
         return flat[start:stop].view(self.shapes[name])
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """All of them by name."""
+        """Name -> view of the tensor."""
         return {name: self.view(flat, name) for name in self.spans}
 
     @torch.no_grad()
     def pack(self, flat: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
-        """Copy ``tensors`` into ``flat``; ``None`` or a missing name becomes zero, as padding does.
+        """Copy ``tensors`` into ``flat``; ``None`` or a missing name becomes zero, like padding.
 
         Values are converted to the dtype of ``flat``.
         """
@@ -130,7 +133,7 @@ class FlatLayout:
         flat[self.numel :].zero_()
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """First element of the shard of ``rank`` in the flat tensor, and the one after its last."""
+        """First element of the shard of ``rank`` in the flat tensor, and the end of the shard."""
         if not 0 <= rank < self.shards:
             raise ValueError(f"shard {rank} of a layout with shards 0 to {self.shards - 1}")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
@@ -141,7 +144,7 @@ class FlatLayout:
         return flat[start:stop]
 
     def parts(self, rank: int) -> list[Part]:
-        """What the shard of ``rank`` holds, in order; tensors with nothing there are left out."""
+        """The parts in the shard of ``rank``, in order, without tensors that have none there."""
         low, high = self.shard_range(rank)
         parts = []
         for name, (start, stop) in self.spans.items():
@@ -153,5 +156,5 @@ class FlatLayout:
         return parts
 
     def _home(self, start: int) -> int:
-        """The rank of a tensor without elements that stands at ``start``."""
+        """The rank of an empty tensor at ``start``."""
         return min(start // self.shard_numel, self.shards - 1) if self.shard_numel else 0

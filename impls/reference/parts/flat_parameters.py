@@ -1,4 +1,4 @@
-"""Whole parameters as views of one flat tensor: their dtypes and strides, apart from any strategy.
+"""Whole parameters as views of one flat tensor, with their dtypes and strides.
 
     flat       | a         | b   | c       | pad |   in the dtype that is computed with
     a, c       views of ``flat``: an update of ``flat`` is an update of them
@@ -22,7 +22,7 @@ from shardproof.impls.reference.parts.flat import FlatLayout
 
 
 class FlatParameters:
-    """Parameters ``named``, laid out by ``layout``, of whose shards this rank owns number ``rank``.
+    """Parameters ``named``, laid out by ``layout``, of which this rank owns shard number ``rank``.
 
     ``flat`` has ``layout.padded_numel`` elements, ``shard`` is this rank's view of it.  Gradients
     have ``gradient_dtype``, the dtype that they are summed in.
@@ -52,11 +52,11 @@ class FlatParameters:
                 target.grad_dtype = self.gradient_dtype
 
     def copy_in(self) -> None:
-        """Into ``flat`` what was written beside it."""
+        """Copy values from separate memory into ``flat``."""
         for parameter, view in self.beside:
             view.copy_(parameter)
 
     def copy_out(self) -> None:
-        """Out of ``flat`` what also lies beside it."""
+        """Copy values from ``flat`` into separate memory."""
         for parameter, view in self.beside:
             parameter.copy_(view)

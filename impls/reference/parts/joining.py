@@ -1,4 +1,4 @@
-"""Loading among members that come and go: their number may be another one than at the save."""
+"""Loading for elastic members, whose number may differ from that at the save."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from shardproof.impls.reference.checkpoint.loading import Loading
 
 
 class Joining(Loading):
-    """What members saved goes on in any number of them: generators as well, by rank."""
+    """Resume the state of members in any number of them, including generators by rank."""
 
     @property
     def has_same_ranks(self) -> bool:
-        """Whether what is a rank's own goes by its number, also where there are more or fewer."""
+        """Whether per-rank state is assigned by number, even with more or fewer ranks."""
         is_ours = self.checkpoint.manifest.about.strategy == self.system.strategy
         return is_ours or super().has_same_ranks
 
     def open(self, name: str) -> None:
-        """Who joins draws on as the first member."""
+        """Open the checkpoint; a joining member uses the first member's generators."""
         super().open(name)
         if self.rank >= self.checkpoint.manifest.about.world:
             self.contents.rank = 0
 
     def notes(self) -> Iterator[str]:
-        """Nothing of a learning rate that follows the members."""
+        """Report nothing about a learning rate that follows the members."""
         follows = self.system.chosen.batch == "local"  # type: ignore[attr-defined]
         return (note for note in super().notes() if not (follows and note.startswith("lr was ")))
 
 
 class MembersCheckpoints(Checkpointing):
-    """Saves as all; loads as members do."""
+    """Save as usual; load for any number of members."""
 
     loading_type: type[Loading] = Joining

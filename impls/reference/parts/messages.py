@@ -1,5 +1,6 @@
-"""What workers and parameter servers send each other, as one flat tensor: values, who was used, and
-the version that they are of."""
+"""The messages between workers and parameter servers as one flat tensor: values, used parameters
+and their version.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Message:
-    """What a push says: gradients of what was used, from parameters of a version."""
+    """The content of a push: gradients of used parameters, and the version they were computed
+    from.
+    """
 
     gradients: Mapping[str, Tensor]
     version: int
 
 
 def pack(like: Mapping[str, Tensor], used: Mapping[str, Tensor], version: int) -> Tensor:
-    """``used``, or else ``like`` itself, end to end; which are used; and the version."""
+    """``used``, or ``like`` itself, end to end; the used parameters; and the version."""
     values = {n: used.get(n, torch.zeros_like(t)) if used else t for n, t in like.items()}
     flags = [float(name in used) for name in like]
     first = next(iter(like.values()))
@@ -28,7 +31,7 @@ def pack(like: Mapping[str, Tensor], used: Mapping[str, Tensor], version: int) -
 
 
 def unpack(flat: Tensor, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[bool], int]:
-    """What :func:`pack` packed: tensors, which are used, the version."""
+    """The content packed by :func:`pack`: tensors, used parameters, the version."""
     sizes = [tensor.numel() for tensor in like.values()]
     *parts, tail = flat.split([*sizes, len(sizes) + 1])
     pairs = zip(like.items(), parts, strict=True)

@@ -1,4 +1,4 @@
-"""Tensors inside of tuples, lists, dictionaries and dataclasses, as modules take and give them."""
+"""Tensors inside tuples, lists, dictionaries and dataclasses, in module inputs and outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor], keep: bool = True) -> Any:
-    """``value`` with what ``change`` makes of each tensor in it, in the order of `tensors_in`.
+    """``value`` with ``change`` applied to each tensor in it, in the order of `tensors_in`.
 
     With ``keep``, containers in which nothing changes stay the same objects: a module may write
     into them.
@@ -45,13 +45,13 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor], keep: bool = True) ->
 
 
 def is_container(value: Any) -> bool:
-    """Whether tensors are looked for inside of ``value``."""
+    """Whether ``value`` is searched for tensors."""
     is_record = is_dataclass(value) and not isinstance(value, type)
     return is_record or isinstance(value, (tuple, list, dict))
 
 
 def alike(one: Any, other: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
-    """Whether both are built alike, of equal words and numbers and of tensors that are ``same``."""
+    """Whether both have the same structure and plain values, and tensors that are ``same``."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return same(one, other)
     if type(one) is not type(other):
@@ -63,8 +63,7 @@ def alike(one: Any, other: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
 
 
 class Copies:
-    """The lists, dictionaries and dataclasses of ``value`` that are others in ``made``, which
-    `mapped` made.
+    """The lists, dictionaries and dataclasses of ``value`` whose copies `mapped` made in ``made``.
 
     Whoever writes into them changes nothing that the caller of `mapped` has.
     """
@@ -73,7 +72,7 @@ class Copies:
         self.held = [(one, [*_keys(one)], [*_items(one)]) for one in _copied(value, made)]
 
     def changed(self) -> bool:
-        """Whether one has other keys or items than it was made with."""
+        """Whether one has other keys or items than at its creation."""
         return any(
             [*_keys(one)] != keys
             or any(new is not old for new, old in zip(_items(one), items, strict=True))

@@ -1,4 +1,4 @@
-"""A bucket of which each rank owns a shard: whole parameters, gradients on their way to a shard.
+"""A bucket of which each rank owns a shard: whole parameters, and gradients until they are reduced.
 
 over 3 ranks    parameters   | s0 | s1 | s2 |   whole on every rank, for ever
                 gradients    | g0 | g1 | g2 |   this rank's own, from ``add`` to ``release``
@@ -37,7 +37,7 @@ class OwnedBucket:
         self.start_round()
 
     def start_round(self) -> None:
-        """Nothing has arrived in this backward, nothing is in flight."""
+        """Clear arrivals and calls before a backward."""
         self.missing = set(self.layout.names)
         self.sent = False
         # A work holds on to the tensors that it reads, so forgetting it also frees memory.
@@ -46,14 +46,14 @@ class OwnedBucket:
     # ---------------------------------------------------------------------------------- gradients
 
     def flat(self) -> Tensor:
-        """Memory for this rank's gradients, uninitialized when it is made."""
+        """Memory for this rank's gradients, uninitialized at first."""
         if self.full is None:
             self.full = self.layout.empty(self.parameters.device, self.parameters.gradient_dtype)
             self.views = self.layout.views(self.full)
         return self.full
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add ``gradient`` to what the flat gradients hold of parameter ``name``."""
+        """Add ``gradient`` to the flat gradients of parameter ``name``."""
         self.flat()
         if name in self.filled:
             self.views[name].add_(gradient)
@@ -70,7 +70,7 @@ class OwnedBucket:
         return flat
 
     def outgoing(self, step: int) -> Bucket:
-        """What a reducer is given in optimizer step number ``step``."""
+        """The bucket for a reducer in optimizer step number ``step``."""
         return Bucket(self.complete(), self.layout.whole, step)
 
     def own_gradients(self) -> Tensor:
@@ -85,7 +85,7 @@ class OwnedBucket:
     # --------------------------------------------------------------------------------- parameters
 
     def gather(self, reducer: Reducer) -> Work | None:
-        """Start to give this rank's shard of the parameters to all, in place."""
+        """Start to gather the shards of the parameters from all ranks, in place."""
         if not self.layout.padded_numel:
             return None
         return reducer.all_gather(self.parameters.flat, self.parameters.shard, self.comm)

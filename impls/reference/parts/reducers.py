@@ -1,4 +1,4 @@
-"""How a bucket of gradients is summed over ranks, and how shards of parameters are gathered.
+"""The sum of a bucket of gradients over ranks, and the gather of parameter shards.
 
 This is where hand-written collectives (collectives/) and lossy compression plug in.  A strategy
 decides *when* a bucket leaves and over which ranks; a :class:`Reducer` decides *how*.
@@ -50,16 +50,16 @@ class Bucket:
 
     @property
     def names(self) -> list[str]:
-        """The parameters, in the order in which they lie."""
+        """The parameters in storage order."""
         return [part.name for part in self.parts]
 
     def views(self) -> dict[str, Tensor]:
-        """By name: the one-dimensional view of ``flat`` that holds the parameter's part."""
+        """Name -> the one-dimensional view of ``flat`` with the parameter's part."""
         return {part.name: part.of_shard(self.flat) for part in self.parts}
 
 
 class Reducer:
-    """The backend's own collectives, asynchronous and without state; the base of all others.
+    """The backend's own collectives, asynchronous and stateless; the base of all other reducers.
 
     ``slots`` name what others keep from step to step.
     """
@@ -81,7 +81,7 @@ class Reducer:
         return work
 
     def all_gather(self, output: Tensor, shard: Tensor, comm: Comm) -> Work:
-        """Start to put the shards of all ranks of ``comm`` together in ``output``, in rank order.
+        """Start to gather the shards of all ranks of ``comm`` into ``output``, in rank order.
 
         ``shard`` may be this rank's part of ``output``.
         """
@@ -89,21 +89,21 @@ class Reducer:
         return work
 
     def settle(self, works: Sequence[Work]) -> None:
-        """Wait for those of ``works`` that move only while all ranks wait for them: none here."""
+        """Wait for those of ``works`` that progress only while all ranks wait: none here."""
 
     def check(self, ranks: int) -> None:
-        """:class:`~shardproof.contract.Refused` where ``ranks`` cannot sum whole buckets."""
+        """Raise :class:`~shardproof.contract.Refused` if ``ranks`` cannot sum whole buckets."""
 
     def pieces(self) -> list[Piece]:
         """State that a checkpoint must keep, as optimizer slots ``<parameter>.<slot>``."""
         return []
 
     def wanted(self, names: Sequence[str]) -> list[str]:
-        """Of the ``names`` of saved state, by any number of ranks, those that this rank takes."""
+        """The ``names`` of saved state, of any number of ranks, that this rank takes."""
         return []
 
     def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Take over, by copy, those of ``pieces`` that are this reducer's; return the others.
+        """Copy in those of ``pieces`` that belong to this reducer; return the others.
 
         What was there is replaced.  Pieces may come before the reducer has any state, which is then
         made from them.
@@ -112,7 +112,7 @@ class Reducer:
 
 
 def rank_piece(name: str, tensor: Tensor, rank: int) -> Piece:
-    """State of this rank alone, such as an error of its own, as ``<parameter>.<slot>@<rank>``.
+    """State of this rank only, such as a residual, as ``<parameter>.<slot>@<rank>``.
 
     ``rank`` is its number among those that sum together; whatever has an ``@`` is a reducer's.
 
@@ -123,7 +123,7 @@ def rank_piece(name: str, tensor: Tensor, rank: int) -> Piece:
 
 
 def pieces_on(device: str | torch.device, pieces: Sequence[Piece]) -> list[Piece]:
-    """``pieces``, those of a reducer (:func:`rank_piece`) on ``device``, as gradients are.
+    """``pieces`` with those of a reducer (:func:`rank_piece`) on ``device``, like gradients.
 
     What a file or another rank gave lies elsewhere.
     """

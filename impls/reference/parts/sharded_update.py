@@ -1,4 +1,5 @@
-"""What ZeRO-1 and ZeRO-2 share: parameters are whole, each rank updates a shard of every bucket.
+"""The common part of ZeRO-1 and ZeRO-2: whole parameters, and each rank updates a shard of every
+bucket.
 
 Trained parameters lie in buckets (owned_bucket.py), in reverse order of registration, for that is
 nearly the order in which backward makes gradients.  A *round* reduces every bucket once:
@@ -55,7 +56,7 @@ class Options(OfShards, WholeParameters, Compressing, Followed, Saved):
 
     @property
     def reduction(self) -> Reduction:
-        """Into shards, once a step."""
+        """Into shards, once per step."""
         return Reduction(scattered=True)
 
 
@@ -98,13 +99,15 @@ class ShardedUpdate(Handle):
     # ------------------------------------------------------------------------------------ a round
 
     def start_round(self) -> None:  # [r1]
-        """From now on full buckets are sent."""
+        """Send full buckets from now on."""
         self.sending, self.sent_count = True, 0
         for bucket in self.buckets:
             bucket.start_round()
 
     def arrived(self, bucket: OwnedBucket, name: str, parameter: Tensor) -> None:  # [r2]
-        """Hook: a backward has given ``parameter`` its gradient, which moves into the bucket."""
+        """Hook: a backward has completed the gradient of ``parameter``, which moves into the
+        bucket.
+        """
         if bucket.sent:
             raise RuntimeError(
                 f"{name!r} received a gradient after its bucket had been sent: a micro-batch is "
@@ -120,13 +123,13 @@ class ShardedUpdate(Handle):
             self.send_full_buckets()
 
     def send_full_buckets(self) -> None:  # [r3]
-        """Send in the agreed order, up to the first bucket that still waits for a gradient."""
+        """Send buckets in the agreed order, up to the first that still waits for a gradient."""
         # A full bucket waits for those before it: all ranks must make the same calls in one order.
         while self.sent_count < len(self.queue) and not self.queue[self.sent_count].missing:
             self.send_next()
 
     def end_round(self, computed: bool) -> None:  # [r4]
-        """Send what backward left; ``computed``: there was a backward in this round."""
+        """Send the remaining buckets; ``computed``: this round had a backward."""
         for index, bucket in enumerate(self.buckets):
             if computed and bucket.missing:
                 self.held_up.add(index)
@@ -159,7 +162,7 @@ class ShardedUpdate(Handle):
     # ------------------------------------------------------------------------------ after the last
 
     def publish_gradients(self) -> None:  # [r5]
-        """Give the optimizer's targets their gradients, none to what no rank used.
+        """Give the optimizer's targets their gradients, and none to parameters that no rank used.
 
         The ranks agree by integers: who used which parameter, which buckets were held up.
         """
@@ -178,11 +181,11 @@ class ShardedUpdate(Handle):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie."""
+        """The device of the parameters."""
         return next(self.module.parameters()).device
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's parts of the final gradients, by name."""
+        """This rank's parts of the final gradients: name -> tensor."""
         return {name: t.grad for name, t in self.targets.items() if t.grad is not None}
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
@@ -200,7 +203,7 @@ class ShardedUpdate(Handle):
             gradient.mul_(factor.to(gradient.dtype))
 
     def after_update(self) -> None:
-        """Give every rank the updated shards of all."""
+        """Gather the updated shards on every rank."""
         # All in flight before the first wait.
         works = [bucket.gather(self.reducer) for bucket in self.buckets]
         for bucket, work in zip(self.buckets, works, strict=True):
@@ -209,7 +212,7 @@ class ShardedUpdate(Handle):
             bucket.parameters.copy_out()
 
     def after_step(self) -> None:
-        """Clear gradients; late buckets go to the end of the queue."""
+        """Clear gradients; move late buckets to the end of the order."""
         # Those of the module's parameters are in the buckets already.
         for target in self.targets.values():
             target.grad = None
@@ -221,7 +224,9 @@ class ShardedUpdate(Handle):
     # ----------------------------------------------------------------------------------- the state
 
     def pieces(self, kind: Kind) -> list[Piece]:
-        """Parameters and buffers whole, a replica on each rank; of gradients this rank's parts."""
+        """Whole parameters and buffers, a replica on each rank, and this rank's parts of
+        gradients.
+        """
         if kind == "gradients":
             return [self.place(name, "", tensor) for name, tensor in self.gradients().items()]
         whole: dict[str, Tensor] = {}
@@ -232,7 +237,7 @@ class ShardedUpdate(Handle):
         return [Piece.whole(n, t.detach(), replica=self.comm.rank) for n, t in whole.items()]
 
     def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
-        """A part like that of the parameter; a single number (Adam's step) whole."""
+        """A part like that of the parameter; a scalar (Adam's step) as a whole."""
         full = f"{name}.{slot}" if slot else name
         if tensor.dim() == 0:
             return Piece.whole(full, tensor, replica=self.comm.rank)
@@ -241,7 +246,7 @@ class ShardedUpdate(Handle):
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """Buckets take what was loaded beside them."""
+        """Copy the loaded values into the buckets."""
         for bucket in self.buckets:
             bucket.parameters.copy_in()
 

@@ -1,4 +1,4 @@
-"""Whose turn it is at a parameter server: the order of pulls and pushes, and the staleness bound.
+"""Turns at a parameter server: the order of pulls and pushes, and the staleness bound.
 
 A worker pulls parameters and pushes a gradient, once each in every step.  In what order the pulls
 and pushes of several workers come decides everything else, so it is a list of worker numbers here,
@@ -19,7 +19,7 @@ from shardproof.impls.reference.engine.options import at_least
 
 
 class Turn(NamedTuple):
-    """Worker ``worker`` pulls for, or pushes the gradient of, its step ``step``."""
+    """Worker ``worker`` pulls for its step ``step``, or pushes its gradient."""
 
     worker: int
     step: int
@@ -28,7 +28,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Death:
-    """Worker ``worker`` makes ``turns`` pulls and pushes, and no more."""
+    """Worker ``worker`` dies after ``turns`` pulls and pushes."""
 
     worker: int
     turns: int
@@ -39,7 +39,7 @@ class Death:
 
 
 class Turns:
-    """The turns of ``workers`` in the order ``arrivals``, with at most ``bound`` steps of lag.
+    """The turns of ``workers`` in the order ``arrivals``, with a lag of at most ``bound`` steps.
 
     A pull for step t waits until all gradients of steps before t - bound are in.  Nobody is asked
     for more steps than there are: those after ``clock`` come later, or never where all ``is_over``.
@@ -54,7 +54,7 @@ class Turns:
         self.taken = [0] * workers  # pulls and pushes so far
 
     def next(self, clock: int, is_over: bool = False) -> Turn | None:
-        """The next turn: of those who wait, the first that need not any more; else an arrival.
+        """The next turn: the first waiting worker that may continue, else an arrival.
 
         ``None``: what comes next is after ``clock``, or nothing is left.
         """
@@ -77,7 +77,7 @@ class Turns:
         return None
 
     def check_progress(self) -> None:
-        """Raise where everybody waits: the slowest worker never does."""
+        """Raise if every worker waits; the slowest one never has to."""
         if all(worker in self.waiting for worker in range(len(self.taken)) if self.lives(worker)):
             raise RuntimeError(f"all workers wait for one another; turns taken: {self.taken}")
 
@@ -87,23 +87,23 @@ class Turns:
         return dies is None or worker != dies.worker or self.taken[worker] < dies.turns
 
     def fewest(self) -> int:
-        """Turns of the slowest worker that lives."""
+        """The number of turns of the slowest living worker."""
         return min(taken for worker, taken in enumerate(self.taken) if self.lives(worker))
 
     def may(self, worker: int) -> bool:
-        """Whether the next turn of ``worker`` is a push, or a pull of what is new enough."""
+        """Whether the next turn of ``worker`` is a push, or a pull within the bound."""
         step, is_push = divmod(self.taken[worker], 2)
         return bool(is_push) or self.fewest() // 2 >= step - self.bound
 
     def take(self, worker: int) -> Turn:
-        """The turn itself."""
+        """Record the turn."""
         step, is_push = divmod(self.taken[worker], 2)
         self.taken[worker] += 1
         return Turn(worker, step, bool(is_push))
 
 
 def in_turn(workers: int, bound: int) -> Iterator[int]:
-    """All pull, then all push, another one first each time."""
+    """All workers pull, then all push; another one is first each time."""
     step = 0
     while True:
         order = [(step + n) % workers for n in range(workers)]
@@ -124,15 +124,15 @@ def slow(workers: int, bound: int) -> Iterator[int]:
 
 
 def burst(workers: int, bound: int) -> Iterator[int]:
-    """Every worker makes as many steps at once as the bound allows."""
+    """Every worker makes as many consecutive steps as the bound allows."""
     while True:
         for worker in range(workers):
             yield from (worker, worker) * (bound + 1)
 
 
 def all_orders(workers: int, bound: int) -> Iterator[int]:
-    """Every order in which three steps of all workers can come, one after another: of two workers
-    924, of 12 turns each, so that 2772 steps try them all.
+    """Every possible order of three steps of all workers, one after another: with two workers 924
+    orders of 12 turns each, so 2772 steps cover them all.
     """
 
     def merged(left: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -153,7 +153,7 @@ ORDERS = {"in_turn": in_turn, "slow": slow, "burst": burst, "all_orders": all_or
 
 
 def scripted(script: Sequence[int], workers: int) -> Iterator[int]:
-    """``script``, and from its end on all in turn, whoever is behind first.
+    """``script``, and after its end round-robin, starting with the workers that are behind.
 
     :raises Refused: it names a worker that there is not.
     """

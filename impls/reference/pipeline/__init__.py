@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the model is cut into stages, micro-batches flow through them.
+"""Pipeline parallelism: the model is cut into stages, and micro-batches flow through them.
 
 Problem.  A model too large for one device is cut across its depth.  With one batch only one stage
 at a time would compute, so the batch is cut as well, and the stages work on different micro-batches
@@ -59,7 +59,8 @@ from shardproof.schedules import Schedule
 
 @dataclass(frozen=True)
 class Options(Saved):
-    """``split``: units of each stage (``[]``: as even as possible, the larger ones first).
+    """``split``: number of units in each stage (``[]``: as even as possible, the larger ones
+    first).
 
     ``recompute_every``: groups of so many units of a stage are computed again in backward.
     """
@@ -78,7 +79,7 @@ class Options(Saved):
 
     @property
     def chosen(self) -> ScheduleOption:
-        """The schedule in its long form."""
+        """The schedule option in its long form."""
         return ScheduleOption(self.schedule) if isinstance(self.schedule, str) else self.schedule
 
 
@@ -93,13 +94,13 @@ class ReferencePipeline(Engine):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """Everything that the ``pipeline`` profile asks for."""
+        """The capabilities that the ``pipeline`` profile requires."""
         parse_options(cls.options_type, options)
         return declared("stages", axes=("pipe",), exactness="bitwise", checkpoints=FORMATS)
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
-        """What one window runs."""
+        """The schedule of one window."""
         return parse_options(cls.options_type, options).chosen.make(ranks, micro_batches)
 
     def setup(
@@ -110,7 +111,7 @@ class ReferencePipeline(Engine):
         mesh: Mesh,
         options: Mapping[str, Any],
     ) -> None:
-        """Lay out the stages, then set up as every strategy does."""
+        """Lay out the stages, then set up like every strategy."""
         # What the caller gave goes to `schedule` again in every window, as the judge does it too.
         self.given, self.options = options, parse_options(self.options_type, options)
         self.comm = mesh.comm("pipe")
@@ -119,7 +120,7 @@ class ReferencePipeline(Engine):
         super().setup(build, state, optimizer, mesh, options)
 
     def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
-        """Groups of units; none reaches beyond its stage, whose input comes as a message."""
+        """Groups of units within one stage, whose input arrives as a message."""
         every = self.options.recompute_every
         if every > len(self.build.units):
             return recompute_units(module, self.build.units, every, self.call_type)  # refuses
@@ -132,7 +133,7 @@ class ReferencePipeline(Engine):
         return groups
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
-        """Cut ``module``, keep this rank's stages."""
+        """Cut ``module`` and keep this rank's stages."""
         # Before the cut: afterwards no rank has all tensors that rank 0 would have to send.
         broadcast_tensors(list(named_state(module).values()), self.comm)
         stages = self.stages_type(
@@ -149,11 +150,11 @@ class ReferencePipeline(Engine):
         return stages
 
     def wrap(self, module: nn.Module) -> Handle:
-        """The handle of a stage, or of a tied tensor, on the data axes; here there are none."""
+        """The handle of a stage or a tied tensor on the data axes; there are none here."""
         return Local(module)
 
     def backward(self, batch: Batch) -> Tensor | None:
-        """One schedule a window; the loss is known where the last stage lies."""
+        """Run one schedule per window; the rank of the last stage knows the loss."""
         losses: list[Tensor] = []
         scale = self.scaler.scale if self.scaler else 1.0
         for number, window in enumerate(batch.windows, start=1):
@@ -170,7 +171,7 @@ class ReferencePipeline(Engine):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor | None:
-        """The loss in evaluation mode, where the last stage lies."""
+        """The loss in evaluation mode, on the rank of the last stage."""
         self.module.eval()
         try:
             windows = [partial(self.executor.evaluate, window) for window in batch.windows]

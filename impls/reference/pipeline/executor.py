@@ -44,7 +44,7 @@ Trace = Callable[[Action], AbstractContextManager[Any]]
 
 @dataclass
 class Held:
-    """What a stage keeps of a micro-batch for its backward; ``entered`` is its input."""
+    """State of a micro-batch that a stage keeps for its backward; ``entered`` is its input."""
 
     entered: Tensor
     output: Tensor
@@ -52,7 +52,7 @@ class Held:
 
 
 class Executor:
-    """Carries out windows of micro-batches, forward and backward, on one rank.
+    """Execute windows of micro-batches, forward and backward, on one rank.
 
     ``enter`` makes the first stage's input of a micro-batch's, ``loss`` a scalar of the last
     stage's output; ``trace`` is entered around every computation.
@@ -88,7 +88,7 @@ class Executor:
         is_last: bool = True,
         scale: float = 1.0,
     ) -> list[Tensor]:
-        """This rank's part of ``schedule`` over ``window``, the step's last one or not.
+        """Run this rank's part of ``schedule`` over ``window``; the window may be the step's last.
 
         Losses are multiplied by ``scale`` for backward.  Returns them as they are, by micro-batch,
         where the last stage lies; nothing on the other ranks.
@@ -131,13 +131,13 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, window: Sequence[MicroBatch]) -> list[Tensor]:
-        """Forwards only, one micro-batch after the other; losses as :meth:`run` returns them."""
+        """Run only forwards, one micro-batch after another; losses as in :meth:`run`."""
         return self.run(forwards(self.place, self.comm.size, len(window)), window)
 
     # --------------------------------------------------------------------------------- computations
 
     def forward(self, action: Action) -> None:
-        """F: compute, and keep what backward needs."""
+        """F: compute, and keep the state for backward."""
         _, stage, micro = action
         own, entered = self.stages[stage], self.stage_input(action)
         with self.trace(action), self.deferring(action) as deferred:
@@ -156,14 +156,14 @@ class Executor:
             self.held[stage, micro] = Held(entered, output, deferred)
 
     def deferring(self, action: Action) -> AbstractContextManager[Deferred | None]:
-        """Cut weights out of the graph where their gradients come apart."""
+        """Detach weights from the graph if their gradients are computed separately."""
         split = self.stages[action.stage].split
         if split is None or action[1:] not in self.apart:
             return nullcontext()
         return split.deferring()
 
     def stage_input(self, action: Action) -> Tensor:
-        """The input of a forward: the micro-batch's, or what the stage before has computed."""
+        """The input of a forward: the micro-batch's, or the output of the previous stage."""
         _, stage, micro = action
         if stage == 0:
             return self.enter(self.window[micro].inputs)
@@ -172,13 +172,13 @@ class Executor:
         return activation.requires_grad_(torch.is_grad_enabled())
 
     def from_stage(self, message: Action, source: int) -> Tensor:
-        """The output of stage ``source``, or the gradient of its input, from whatever rank."""
+        """The output of stage ``source``, or the gradient of its input, from any rank."""
         if self.place[source] == self.comm.rank:
             return self.ready.pop(message)
         return self.messages.take(message, self.place[source])
 
     def backward(self, action: Action) -> None:
-        """B or BW: gradients of the input, with those of the weights or without."""
+        """B or BW: gradients of the input, without or with those of the weights."""
         op, stage, micro = action
         held = self.held.pop((stage, micro))
         assert isinstance(held, Held)
@@ -201,7 +201,7 @@ class Executor:
             self.held[stage, micro] = held.deferred
 
     def output_gradient(self, action: Action, held: Held) -> Tensor:
-        """The gradient of a stage's output: that of the loss, or what the next stage gives."""
+        """The gradient of a stage's output: from the loss, or from the next stage."""
         _, stage, micro = action
         if stage == self.last:
             return torch.full_like(held.output, self.scale)
@@ -211,7 +211,7 @@ class Executor:
         return gradient
 
     def weights(self, action: Action) -> None:
-        """W: gradients of the weights; nothing of the micro-batch is left."""
+        """W: gradients of the weights; afterwards no state of the micro-batch remains."""
         _, stage, micro = action
         deferred = self.held.pop((stage, micro))
         assert isinstance(deferred, Deferred)
@@ -223,7 +223,7 @@ class Executor:
     # ------------------------------------------------------------------------------------- messages
 
     def send(self, action: Action) -> None:
-        """SF, SB: what was computed goes to the neighbour's rank."""
+        """SF, SB: send the result to the neighbour's rank."""
         op, stage, micro = action
         goal = stage + 1 if op == "SF" else stage - 1
         message = Action("R" + op[1], goal, micro)
@@ -231,7 +231,7 @@ class Executor:
         self.messages.send(message, self.key(message), tensor, self.place[goal])
 
     def receive(self, action: Action) -> None:
-        """RF, RB: post it."""
+        """RF, RB: post the receive."""
         op, stage, _ = action
         source = self.place[stage - 1 if op == "RF" else stage + 1]
         self.messages.post(action, self.key(action), source)

@@ -1,4 +1,4 @@
-"""Activations and gradients on their way between the stages of a pipeline.
+"""Activations and gradients in transit between the stages of a pipeline.
 
 Receives are posted into fresh buffers; sends keep their tensors until they are over.  Between two
 ranks messages arrive in the order in which they are sent.
@@ -34,7 +34,7 @@ DIMENSIONS = 8
 
 @dataclass
 class Due:
-    """A receive that is to be posted."""
+    """A receive that is still to be posted."""
 
     receive: Action
     key: Key
@@ -55,7 +55,7 @@ class Messages:
         self.sent: dict[Action, list[tuple[Any, Tensor]]] = {}
 
     def send(self, message: Action, key: Key, tensor: Tensor, peer: int) -> None:
-        """Start sending ``tensor``; before the first activation of its kind goes its form."""
+        """Start sending ``tensor``; its form is sent before the first activation of its kind."""
         tensor = tensor.detach().contiguous()
         going = [tensor]
         if message.op == "RF" and key not in self.forms:
@@ -68,12 +68,12 @@ class Messages:
                 self.arrived(earlier)
 
     def arrived(self, message: Action) -> None:
-        """Let go of what was sent as ``message``, which has arrived."""
+        """Release the tensor sent as ``message``, which has arrived."""
         for work, _ in self.sent.pop(message, ()):
             work.wait()
 
     def post(self, receive: Action, key: Key, peer: int) -> None:
-        """Post the receive of a message, if its form and those of the ones before are known."""
+        """Post the receive of a message if the forms of it and of the earlier ones are known."""
         self.due[peer].append(Due(receive, key))
         self._advance(peer)
 
@@ -86,12 +86,12 @@ class Messages:
         return buffer
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived."""
+        """Wait until all sent messages have arrived."""
         for message in list(self.sent):
             self.arrived(message)
 
     def _advance(self, peer: int, wanted: Action | None = None) -> None:
-        """Post what is due from ``peer``; wait for forms as far as ``wanted`` lies behind them."""
+        """Post pending receives from ``peer``; wait for forms if ``wanted`` comes after them."""
         # In the order of the queue: between two ranks a receive matches the next send, whatever it
         # was meant for.
         queue = self.due[peer]
@@ -115,7 +115,7 @@ class Messages:
             self.forms[due.key] = _decode(buffer)
 
     def buffer(self, key: Key) -> Tensor:
-        """A fresh one: what was received before may still be needed."""
+        """A new buffer: earlier received tensors may still be needed."""
         shape, dtype = self.forms[key]
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
 

@@ -1,4 +1,4 @@
-"""The option ``schedule`` of pipelines: the name of a generator, or the orders of every rank.
+"""The option ``schedule`` of pipelines: the name of a generator, or explicit orders of every rank.
 
     schedule: zb_h1
     schedule: {name: interleaved, chunks: 3}
@@ -29,7 +29,7 @@ CHUNKS = 2
 
 @dataclass(frozen=True)
 class ScheduleOption:
-    """A generator by ``name`` (``interleaved`` takes ``chunks`` stages a rank), or a schedule.
+    """A generator by ``name`` (``interleaved`` takes ``chunks`` stages per rank), or a schedule.
 
     ``orders`` are each rank's actions as ``F0@1`` (micro-batch 0, stage 1), with all messages or
     none; ``place`` the ranks of the stages (``[]``: where their forwards are).
@@ -58,7 +58,7 @@ class ScheduleOption:
 
     @cached_property
     def own(self) -> Schedule:
-        """The schedule that ``orders`` spell out.
+        """The schedule that ``orders`` describe.
 
         Raises :class:`Refused` where they name an action, a stage, a rank or a micro-batch that
         cannot exist.
@@ -106,8 +106,8 @@ class ScheduleOption:
         return len({*place}) < len(place)
 
     def ends(self, rank: int, stages: Collection[int]) -> tuple[int, ...]:
-        """The ``stages`` of ``rank`` in the order in which their backwards end: the last first, but
-        for a user's own orders.
+        """The ``stages`` of ``rank`` in the order in which their backwards end: the last first,
+        except with a user's own orders.
         """
         if self.name is not None:
             return tuple(sorted(stages, reverse=True))
@@ -119,7 +119,7 @@ class ScheduleOption:
         return self.make(ranks, ranks if self.name else self.own.micro_batches).place
 
     def make(self, ranks: int, micro_batches: int) -> Schedule:
-        """The schedule for a window; :class:`Refused` where there is none."""
+        """The schedule for a window; :class:`Refused` if there is none."""
         if self.name is not None:
             more = {"chunks": self.chunks or CHUNKS} if self.name == "interleaved" else {}
             return SCHEDULES[self.name](ranks, micro_batches, **more)

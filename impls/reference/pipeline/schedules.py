@@ -1,4 +1,4 @@
-"""The schedules of pipelines: which rank computes what, in which order.  Pure data.
+"""The schedules of pipelines as pure data: the actions of each rank in order.
 
 Stages are cut into ``chunks`` a rank; every schedule takes each stage's micro-batches in ascending
 order, in F, B and W alike, so that gradients add up in one order whatever the schedule.
@@ -36,7 +36,7 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """As soon as a micro-batch has come back, the next one goes."""
+    """1F1B: a returned micro-batch frees the slot of the next one."""
 
     def order(rank: int) -> list[Action]:
         return _in_turn(rank, micro_batches, warm_up=ranks - 1 - rank)
@@ -45,7 +45,7 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B's memory; W fills the bubble at the end."""
+    """ZB-H1: the memory of 1F1B; W fills the bubble at the end."""
 
     def order(rank: int) -> list[Action]:
         return _in_turn(rank, micro_batches, warm_up=ranks - 1 - rank, delay=rank)
@@ -54,7 +54,7 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zb_h2(ranks: int, micro_batches: int) -> Schedule:
-    """More forwards first fill the bubble at the beginning, too."""
+    """ZB-H2: more warm-up forwards fill the bubble at the beginning too."""
 
     def order(rank: int) -> list[Action]:
         return _in_turn(rank, micro_batches, warm_up=2 * (ranks - 1 - rank), delay=2 * rank)
@@ -63,7 +63,7 @@ def zb_h2(ranks: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
-    """1F1B over ``chunks`` stages a rank, in groups of ``ranks`` micro-batches.
+    """1F1B over ``chunks`` stages per rank, in groups of ``ranks`` micro-batches.
 
     Raises :class:`Refused` where the micro-batches are no multiple of the ranks.
     """
@@ -95,7 +95,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
 
 
 def zb_v(ranks: int, micro_batches: int) -> Schedule:
-    """Two chunks a rank, there and back: the last stage lies on the first rank."""
+    """Two chunks per rank, forth and back: the last stage lies on the first rank."""
 
     def order(rank: int) -> tuple[Action, ...]:
         stages = (rank, 2 * ranks - 1 - rank)
@@ -103,7 +103,7 @@ def zb_v(ranks: int, micro_batches: int) -> Schedule:
         actions: list[Action] = []
 
         def do(*turn: tuple[str, int]) -> None:
-            """Each of ``turn`` (an operation and a chunk), as far as there is anything to do."""
+            """Append each of ``turn`` (an operation and a chunk) that still has a micro-batch."""
             for op, chunk in turn:
                 ready = {"F": micro_batches, "B": done["F", chunk], "W": done["B", chunk]}[op]
                 if done[op, chunk] < ready:
@@ -147,7 +147,7 @@ def _one_stage_each(
 def _in_turn(
     stage: int, micro_batches: int, warm_up: int, delay: int | None = None
 ) -> list[Action]:
-    """``warm_up`` forwards, then one forward and one backward in turn.
+    """``warm_up`` forwards, then alternately one forward and one backward.
 
     ``delay``: B and W apart, W so many rounds after B.
     """

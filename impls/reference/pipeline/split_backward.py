@@ -36,7 +36,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class Deferred:
-    """The small graphs of one micro-batch: filled by its B, emptied by its W."""
+    """The small graphs of one micro-batch, created by its B and freed by its W."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.weights = weights
@@ -46,7 +46,7 @@ class Deferred:
         self.anchor = torch.zeros((), requires_grad=True)
 
     def backward(self) -> None:
-        """W: accumulate the gradients of the weights, and let the small graphs go."""
+        """W: accumulate the gradients of the weights and free the small graphs."""
         # Taken out first: a graph lives as long as somebody holds an edge of it.
         outputs, gradients = self.outputs, self.gradients
         self.outputs, self.gradients = [], []
@@ -55,7 +55,7 @@ class Deferred:
 
 
 class SplitBackward:
-    """Wraps the modules of ``module`` that own weights; see :meth:`deferring`."""
+    """Wrap the modules of ``module`` that own weights; see :meth:`deferring`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.owners = list(dict.fromkeys(_owners(module)))
@@ -71,7 +71,7 @@ class SplitBackward:
 
     @contextmanager
     def deferring(self) -> Iterator[Deferred]:
-        """A forward whose backward will come in two parts runs inside."""
+        """Run a forward whose backward comes in two parts."""
         deferred = self.deferred = Deferred(self.weights)
         try:
             yield deferred
@@ -79,7 +79,7 @@ class SplitBackward:
             self.deferred = None
 
     def forward(self, kind: str, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Forward of an owner of class ``kind``, whose own one is ``compute``."""
+        """Forward of an owner of class ``kind``, whose original forward is ``compute``."""
         if self.deferred is None or not torch.is_grad_enabled():
             return compute(*args, **kwargs)
         # By identity: an input that is given twice must be cut once, for its gradients add up.
@@ -103,7 +103,7 @@ class SplitBackward:
         return _Cut.apply(link, output.detach(), anchor, *given.values())
 
     def close(self) -> None:
-        """Give the owners their forwards back."""
+        """Restore the forwards of the owners."""
         while self.own:
             own, owner = self.own.pop(), self.owners[len(self.own)]
             if own is None:
@@ -113,7 +113,7 @@ class SplitBackward:
 
 
 class _Link:
-    """Both ends of a small graph.  Their values are not kept: nobody may need them."""
+    """Both ends of a small graph. Their values are not kept, because they may not be needed."""
 
     def __init__(
         self, deferred: Deferred, output: GradientEdge, inputs: list[GradientEdge]
@@ -121,7 +121,7 @@ class _Link:
         self.deferred, self.output, self.inputs = deferred, output, inputs
 
     def input_gradients(self, gradient: Tensor) -> Sequence[Tensor | None]:
-        """B: gradients of the inputs; the weights' are put off."""
+        """B: gradients of the inputs; those of the weights come later."""
         self.deferred.outputs.append(self.output)
         self.deferred.gradients.append(gradient)
         if not self.inputs:
@@ -133,8 +133,8 @@ class _Link:
 
 
 class _Cut(torch.autograd.Function):
-    """Values of one graph as they enter another: the large one (``link``: its backward asks the
-    small one), or a small one, where backward ends (``None``).
+    """Values of one graph that enter another: the large one (``link``: its backward runs the small
+    one), or a small one, where backward ends (``None``).
     """
 
     @staticmethod
@@ -151,7 +151,7 @@ class _Cut(torch.autograd.Function):
 
 
 def own_weights(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that ``module`` owns itself, those bound to it without registration included."""
+    """Parameters that ``module`` owns directly, including unregistered ones."""
     bound = [value for value in vars(module).values() if isinstance(value, nn.Parameter)]
     return [*module.parameters(recurse=False), *bound]
 

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: where the model is cut, and this rank's stages as one handle.
+"""The stages of a pipeline: the cuts of the model, and this rank's stages as one handle.
 
     what                            where
     a stage's parameters, buffers,  the rank of the stage
@@ -60,7 +60,7 @@ def cut(units: int, stages: int, split: Sequence[int] = ()) -> list[tuple[int, i
 
 @dataclass
 class Stage:
-    """A stage on this rank; ``split`` is there where its backward may come in two parts."""
+    """A stage on this rank; ``split`` exists if its backward may come in two parts."""
 
     module: nn.Module
     handle: Handle
@@ -69,13 +69,13 @@ class Stage:
 
 @dataclass
 class Copies:
-    """Of a tensor that exists on several ranks of the pipe axis: which copy is this rank's."""
+    """For a tensor on several ranks of the pipe axis: the number of this rank's copy."""
 
     number: int = 0
     count: int = 1
 
     def renumbered(self, piece: Piece) -> Piece:
-        """``piece``, whose handle does not know of the other copies."""
+        """``piece`` with the number of this copy, which its handle does not know."""
         return replace(piece, replica=piece.replica * self.count + self.number)
 
 
@@ -92,7 +92,7 @@ class Tied:
 
 
 class Stages(Handle):
-    """This rank's stages of ``whole``, which ``bounds`` cut and ``place`` puts on ranks."""
+    """This rank's stages of ``whole``, cut at ``bounds`` and assigned to ranks by ``place``."""
 
     split_type: type[SplitBackward] = SplitBackward
 
@@ -142,7 +142,7 @@ class Stages(Handle):
         }
 
     def _hide(self, part: nn.Module, stand_ins: dict[int, nn.Parameter]) -> None:
-        """Let ``part`` compute with stand-ins of what is tied, which are no parameters of it."""
+        """Let ``part`` compute with stand-ins of tied tensors, which are not its parameters."""
         for owner in part.modules():
             for name, parameter in list(owner._parameters.items()):
                 if parameter is not None and id(parameter) in stand_ins:
@@ -153,7 +153,7 @@ class Stages(Handle):
     def _hold(
         self, name: str, ranks: list[int], tensor: nn.Parameter, stand_in: nn.Parameter, wrap: Wrap
     ) -> None:
-        """Give ``tensor`` to the data axes as a module of its own, under its own name."""
+        """Give ``tensor`` to the data axes as a separate module under its own name."""
         *path, leaf = name.split(".")
         holder = root = nn.Module()
         for step in path:
@@ -176,13 +176,13 @@ class Stages(Handle):
     # -------------------------------------------------------------------------------------- a step
 
     def begin_step(self, step: int) -> None:
-        """Every handle's."""
+        """Call every handle."""
         super().begin_step(step)
         for handle, _ in self.handles():
             handle.begin_step(step)
 
     def before_step(self, micro_batches: int) -> None:
-        """Stages run all micro-batches, a tied tensor has one backward."""
+        """Prepare every handle: stages run all micro-batches, a tied tensor has one backward."""
         self.computed = micro_batches > 0
         for stage in self.stages.values():
             stage.handle.before_step(micro_batches)
@@ -191,7 +191,7 @@ class Stages(Handle):
             tied.handle.before_step(min(micro_batches, 1))
 
     def finish(self) -> None:
-        """Gradients of the stages, as backward ended them, then those of tied tensors."""
+        """Finish gradients of the stages in the order of their backwards, then of tied tensors."""
         # A rank without micro-batches calls what others called as backward ended there.
         for stage in () if self.computed else self.ends:
             self.stages[stage].handle.sit_out()
@@ -202,7 +202,8 @@ class Stages(Handle):
             tied.handle.finish()
 
     def sum_tied(self, tied: Tied) -> None:
-        """Exchange the sums of this rank's uses with the other ranks'; backward of the whole sum.
+        """Sum this rank's uses of a tied tensor with the other ranks' and run the backward of the
+        sum.
 
         No backward if no rank has used it.  Ranks without micro-batches exchange nothing; the
         others know, for they share a data coordinate and have none either.
@@ -230,17 +231,17 @@ class Stages(Handle):
             torch.autograd.backward(tied.tensor, total)
 
     def after_update(self) -> None:
-        """Every handle's."""
+        """Call every handle."""
         for handle, _ in self.handles():
             handle.after_update()
 
     def after_step(self) -> None:
-        """Every handle's."""
+        """Call every handle."""
         for handle, _ in self.handles():
             handle.after_step()
 
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
-        """All of ``passes`` inside of every handle's evaluation."""
+        """Run all ``passes`` inside every handle's evaluation."""
         run = partial(super().evaluate, passes)
         # One inside of the other: every handle makes its module whole around all of the passes.
         for handle, _ in self.handles():
@@ -248,18 +249,18 @@ class Stages(Handle):
         return run()
 
     def drain(self) -> None:
-        """Every handle's."""
+        """Call every handle."""
         for handle, _ in self.handles():
             handle.drain()
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor) -> None:
-        """Every handle's."""
+        """Call every handle."""
         for handle, _ in self.handles():
             handle.scale_gradients(factor)
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        """A sum for each set of axes, to be added over the pipe axis as well.
+        """One sum per set of axes, to be summed over the pipe axis as well.
 
         Of tied tensors the first copy counts; every rank has a sum, were it of nothing.
         """
@@ -276,35 +277,35 @@ class Stages(Handle):
     # ----------------------------------------------------------------------------------- the state
 
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
-        """Those of every handle, one after the other."""
+        """The groups of all handles."""
         return [group for handle, _ in self.handles() for group in handle.param_groups(spec)]
 
     def pieces(self, kind: Kind) -> list[Piece]:
-        """Those of every handle."""
+        """The pieces of all handles."""
         held = ((copies, handle.pieces(kind)) for handle, copies in self.handles())
         return [copies.renumbered(piece) for copies, pieces in held for piece in pieces]
 
     def place(self, name: str, slot: str, tensor: Tensor) -> list[Piece]:
-        """As the handle of the parameter says."""
+        """The place given by the parameter's handle."""
         handle, copies = self.owners[name]
         placed = handle.place(name, slot, tensor)
         return [copies.renumbered(p) for p in ([placed] if isinstance(placed, Piece) else placed)]
 
     def reduced(self) -> list[str]:
-        """Every handle's."""
+        """The names of all handles."""
         return [name for handle, _ in self.handles() for name in handle.reduced()]
 
     def numbered(self, piece: Piece) -> Piece:
-        """Of a tied tensor several ranks have the same."""
+        """The piece with its copy number; several ranks hold the same tied tensor."""
         return self.owners[parameter_of(piece.name)][1].renumbered(piece)
 
     def loaded(self) -> None:
-        """Every handle's."""
+        """Call every handle."""
         for handle, _ in self.handles():
             handle.loaded()
 
     def close(self) -> None:
-        """Every handle's; modules get their forwards and parameters back."""
+        """Close every handle; modules get their forwards and parameters back."""
         for handle, _ in self.handles():
             handle.close()
         for stage in self.stages.values():
@@ -324,7 +325,7 @@ def _within(handle: Handle, run: Callable[[], T]) -> T:
 def _tied(
     whole: nn.Module, parts: Sequence[nn.Module]
 ) -> dict[int, tuple[nn.Parameter, list[int]]]:
-    """By identity: parameters that several of ``parts`` use (or one under another name); which."""
+    """Parameters that several of ``parts`` use (or one under another name), and which parts."""
     names = {id(p): name for name, p in whole.named_parameters()}
     uses: dict[int, list[int]] = {}
     renamed: set[int] = set()

@@ -1,4 +1,5 @@
-"""Tensor parallelism: every rank has a part of each large layer; ranks meet inside of every layer.
+"""Tensor parallelism: every rank has a part of each large layer, and ranks communicate in every
+layer.
 
 Problem.  A layer may be too large for one rank, or too slow.  Data parallelism does not help: all
 its ranks hold all layers.  So split the layers themselves, and in such a way that the parts need
@@ -103,7 +104,9 @@ class Options(Saved):
         at_least("recompute_every", self.recompute_every, 0)
 
     def resolved(self, build: Build) -> Options:
-        """With ``loss_parallel`` decided; :class:`Refused` where the loss does not allow it."""
+        """The options with ``loss_parallel`` decided; :class:`Refused` if the loss does not allow
+        it.
+        """
         if self.loss_parallel and build.cross_entropy is None:
             raise Refused(
                 "option 'loss_parallel' = True: this workload's loss is no cross-entropy, so it "
@@ -124,7 +127,7 @@ def apply(
 
 
 class TensorParallel(Handle):
-    """The handle.  ``cuts`` tell how every parameter lies on the ranks of the axis."""
+    """The handle. ``cuts`` describe the layout of every parameter on the ranks of the axis."""
 
     def __init__(
         self, module: nn.Module, comm: Comm, options: Options, roles: Mapping[str, Role]
@@ -158,7 +161,7 @@ class TensorParallel(Handle):
         ]
 
     def whole(self, parameter: Tensor) -> Cut:
-        """How a parameter lies that is not split."""
+        """The layout of a parameter that is not split."""
         is_term = self.options.sequence_parallel and self.comm.size > 1
         return Uncut(tuple(parameter.shape), self.comm.rank, self.comm.size, is_term)
 
@@ -167,14 +170,14 @@ class TensorParallel(Handle):
         return self.cuts[name].local(whole)
 
     def make_layers(self) -> list[SplitLayer]:
-        """The layers that are split, in the order of registration."""
+        """The split layers in the order of registration."""
         is_sequence, gathered = self.options.sequence_parallel, not self.options.loss_parallel
         return split_layers(self.module, self.roles, self.comm, is_sequence, gathered)
 
     # ---------------------------------------------------------------------------------- the loss
 
     def loss(self, build: Build, outputs: Tensor, micro: MicroBatch) -> Tensor:
-        """The loss of what this module's last layer gives; the same on all ranks."""
+        """The loss from the output of this module's last layer, equal on all ranks."""
         if self.output is None:
             return build.loss(outputs, micro)
         # What the sequence was padded with has no targets, and must not enter the loss.
@@ -193,7 +196,7 @@ class TensorParallel(Handle):
     # ----------------------------------------------------------------------------- the gradients
 
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
-        """What this rank holds of every trained parameter."""
+        """The part of every trained parameter on this rank."""
         return param_groups(spec, dict(self.trained()))
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -202,7 +205,7 @@ class TensorParallel(Handle):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum gradients that are terms of a sum, all of one dtype in one call."""
+        """Sum gradients that are terms of a sum, one call per dtype."""
         if self.options.sum_each_backward:
             return
         terms: dict[torch.dtype, list[tuple[str, nn.Parameter, Tensor]]] = {}
@@ -222,7 +225,7 @@ class TensorParallel(Handle):
 
     @torch.no_grad()
     def summed(self, name: str, gradient: Tensor) -> Tensor | None:
-        """Hook: the whole gradient in place of this rank's term of it (``None``: it is whole)."""
+        """Hook: the whole gradient instead of this rank's term (``None``: it is whole already)."""
         term = self.cuts[name].term(gradient)
         if term is None:
             return None
@@ -233,7 +236,7 @@ class TensorParallel(Handle):
         return whole
 
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
-        """One sum over the pieces that this rank is the first to hold: every element once."""
+        """One sum over the pieces that this rank holds first, so every element counts once."""
         device = next(self.module.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for piece in self.pieces("gradients"):
@@ -252,7 +255,7 @@ class TensorParallel(Handle):
     # --------------------------------------------------------------------------------- the state
 
     def pieces(self, kind: Kind) -> list[Piece]:
-        """Blocks of what is split, the rest whole, a copy on each rank."""
+        """Blocks of split tensors; others whole, a copy on each rank."""
         if kind == "buffers":
             buffers = self.module.named_buffers()
             return [Piece.whole(n, t.detach(), replica=self.comm.rank) for n, t in buffers]
@@ -269,14 +272,14 @@ class TensorParallel(Handle):
         ]
 
     def place(self, name: str, slot: str, tensor: Tensor) -> list[Piece]:
-        """Blocks like those of the parameter; a single number (Adam's step) whole."""
+        """Blocks like those of the parameter; a scalar (Adam's step) as a whole."""
         full = f"{name}.{slot}"
         if tensor.dim() == 0:
             return [Piece.whole(full, tensor, replica=self.comm.rank)]
         return self.cuts[name].pieces(full, tensor)
 
     def keep(self, part: nn.Module) -> None:
-        """Let go of all that lies outside of ``part``: other stages of a pipeline.
+        """Release everything outside ``part``: other stages of a pipeline.
 
         Layers there are closed: a module and the forward around it hold each other.
         """
@@ -290,7 +293,7 @@ class TensorParallel(Handle):
             self.output = None
 
     def close(self) -> None:
-        """Remove hooks, give modules their forwards back."""
+        """Remove hooks and restore the modules' forwards."""
         for hook in self.hooks:
             hook.remove()
         for layer in self.layers:
@@ -307,7 +310,7 @@ class ReferenceTensor(Engine):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """The ``tensor`` profile; under sequence parallelism no module that needs all positions."""
+        """The ``tensor`` profile; under sequence parallelism, no module may need all positions."""
         declines = {
             "rebound_buffer": "its mean is over all positions",
             "dropout_stateful": "its draws are for all positions",
@@ -323,11 +326,11 @@ class ReferenceTensor(Engine):
         return self.split
 
     def loss(self, micro: MicroBatch) -> Tensor:
-        """Weighted loss of one micro-batch, of outputs that may be split."""
+        """Weighted loss of one micro-batch from outputs that may be split."""
         return self.split.loss(self.build, self.module(micro.inputs), micro)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """Whole tensors, gathered where they are split."""
+        """Whole tensors, gathered if they are split."""
         return gather_pieces(self.local_state(kind), self.mesh.comm("tensor"))
 
 

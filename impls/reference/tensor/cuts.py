@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor that is split by rows, columns or heads.
+"""The part of a tensor on a rank if the tensor is split by rows, columns or heads.
 
 The local tensor is made of blocks of the whole, end to end along one dimension: three blocks of a
 fused projection of queries, keys and values.  Several ranks may hold the same block (a KV head that
@@ -24,13 +24,13 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Cut(ABC):
-    """How a tensor of ``shape`` lies on the ranks of an axis; an object per rank."""
+    """The layout of a tensor of ``shape`` on the ranks of an axis; one object per rank."""
 
     shape: tuple[int, ...]
 
     @abstractmethod
     def local(self, whole: Tensor) -> Tensor:
-        """What this rank holds of ``whole`` (no view of it unless it is all)."""
+        """This rank's part of ``whole`` (a view only if it is the whole)."""
 
     @abstractmethod
     def place(self, piece: Piece) -> list[Piece]:
@@ -41,11 +41,11 @@ class Cut(ABC):
 
     @abstractmethod
     def term(self, local: Tensor) -> Tensor | None:
-        """What this rank adds to the sum over the axis that a gradient needs (``None``: none)."""
+        """This rank's term of a gradient's sum over the axis (``None``: none)."""
 
     @abstractmethod
     def take(self, local: Tensor, total: Tensor) -> None:
-        """Put the sum of all ranks' terms where it belongs, in place."""
+        """Put the sum of all ranks' terms in place."""
 
     def pieces(self, name: str, local: Tensor) -> list[Piece]:
         """The local tensor of ``name`` as pieces of the whole one."""
@@ -64,7 +64,7 @@ class Uncut(Cut):
     is_partial: bool = False
 
     def local(self, whole: Tensor) -> Tensor:
-        """All of it."""
+        """The whole tensor."""
         return whole
 
     def place(self, piece: Piece) -> list[Piece]:
@@ -76,7 +76,7 @@ class Uncut(Cut):
         return local if self.is_partial else None
 
     def take(self, local: Tensor, total: Tensor) -> None:
-        """All of the sum."""
+        """Take the whole sum."""
         local.copy_(total.view_as(local))
 
 
@@ -92,8 +92,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Split(Cut):
-    """Blocks along dimension ``dim``; those of several copies lie in rows ``shared`` of the whole,
-    with nothing between them.
+    """Blocks along dimension ``dim``; those with several copies lie contiguously in rows ``shared``
+    of the whole.
     """
 
     shape: tuple[int, ...]
@@ -102,12 +102,12 @@ class Split(Cut):
     shared: tuple[int, int] = (0, 0)
 
     def local(self, whole: Tensor) -> Tensor:
-        """The blocks, end to end; a copy, or the whole would stay in memory behind a view."""
+        """The blocks, end to end, as a copy: a view would keep the whole in memory."""
         parts = [whole.narrow(self.dim, b.start, b.stop - b.start) for b in self.blocks]
         return torch.cat(parts, self.dim)
 
     def place(self, piece: Piece) -> list[Piece]:
-        """A piece for each block that it touches (several where a flat range breaks rows)."""
+        """One piece per block that it touches (several if a flat range breaks rows)."""
         pieces = []
         for box, tensor in _boxes(piece):
             start, stop = box[self.dim]
@@ -132,7 +132,7 @@ class Split(Cut):
         return pieces
 
     def term(self, local: Tensor) -> Tensor | None:
-        """The shared rows, zero where other ranks hold them."""
+        """The shared rows, with zeros for rows of other ranks."""
         first, last = self.shared
         if first == last:
             return None
@@ -143,21 +143,21 @@ class Split(Cut):
         return rows
 
     def take(self, local: Tensor, total: Tensor) -> None:
-        """Own rows of the sum."""
+        """Take this rank's rows of the sum."""
         first, last = self.shared
         shape = [*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :]]
         for mine, slot in self._shared(local, total.view(shape)):
             mine.copy_(slot)
 
     def _offsets(self) -> Iterator[tuple[Block, int]]:
-        """Blocks, and where they begin in the local tensor."""
+        """Blocks and their offsets in the local tensor."""
         offset = 0
         for block in self.blocks:
             yield block, offset
             offset += block.stop - block.start
 
     def _shared(self, local: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of each shared block in the local tensor and among all shared rows."""
+        """Views of each shared block in the local tensor and in all shared rows."""
         for block, offset in self._offsets():
             if block.copies > 1:
                 size = block.stop - block.start
@@ -166,7 +166,7 @@ class Split(Cut):
 
 
 def _boxes(piece: Piece) -> Iterator[tuple[Box, Tensor]]:
-    """The blocks that ``piece`` is made of, with their elements in that shape."""
+    """The blocks of ``piece``, with their elements in that shape."""
     if piece.flat_range is None:
         yield piece.slices or tuple((0, n) for n in piece.global_shape), piece.tensor
         return

@@ -39,7 +39,7 @@ Compute = Callable[..., Tensor]
 
 
 def even(name: str, size: int, what: str, comm: Comm) -> tuple[Block, ...]:
-    """This rank's equal part of ``size``; :class:`Refused` where it does not divide."""
+    """This rank's equal part of ``size``; :class:`Refused` if it does not divide."""
     if size % comm.size:
         raise refused(name, f"{size} {what}", comm, [n for n in _upto(size) if size % n == 0])
     part = size // comm.size
@@ -47,7 +47,7 @@ def even(name: str, size: int, what: str, comm: Comm) -> tuple[Block, ...]:
 
 
 def classes(name: str, size: int, comm: Comm) -> tuple[Block, ...]:
-    """This rank's part of a vocabulary: the last ranks may have less, none has nothing."""
+    """This rank's part of a vocabulary: the last ranks may have less, but none is empty."""
     part = share(size, comm.size)
     if part * (comm.size - 1) >= size:
         fits = [n for n in _upto(size) if share(size, n) * (n - 1) < size]
@@ -58,7 +58,7 @@ def classes(name: str, size: int, comm: Comm) -> tuple[Block, ...]:
 def fused_heads(
     name: str, attention: nn.Module, rows: int, comm: Comm
 ) -> tuple[tuple[Block, ...], tuple[int, int]]:
-    """Queries, keys and values of this rank's heads out of ``rows``; which rows are shared.
+    """Queries, keys and values of this rank's heads in ``rows``, and which rows are shared.
 
     ``attention`` tells ``head_size`` and ``group``, how many query heads share a KV head.  Where
     there are fewer KV heads than ranks, a KV head lives on each rank that has some of its group.
@@ -90,7 +90,7 @@ def fused_heads(
 
 
 def refused(name: str, what: str, comm: Comm, valid: Iterable[int]) -> Refused:
-    """That ``name`` with ``what`` cannot be split over the ranks of ``comm``; ``valid`` can."""
+    """The error that ``name`` with ``what`` cannot be split over ``comm``; ``valid`` can."""
     sizes = ", ".join(map(str, valid))
     return Refused(
         f"mesh axis {comm.axis!r} = {comm.size}: {name!r} has {what}, which so many ranks cannot "
@@ -103,7 +103,7 @@ def _upto(size: int) -> range:
 
 
 class SplitLayer(ABC):
-    """A module whose parameters are split, and its forward around that of the module.
+    """A module with split parameters, and its forward around that of the module.
 
     ``cuts`` maps the last names of split parameters; :class:`Refused` where they cannot be.
     """
@@ -115,22 +115,22 @@ class SplitLayer(ABC):
     def split(
         self, leaf: str, dim: int, blocks: tuple[Block, ...], shared: tuple[int, int] = (0, 0)
     ) -> None:
-        """Note that the module's parameter ``leaf``, if it has one, is split along ``dim``."""
+        """Record that the module's parameter ``leaf``, if any, is split along ``dim``."""
         parameter = getattr(self.module, leaf, None)
         if parameter is not None:
             self.cuts[leaf] = Split(tuple(parameter.shape), dim, blocks, shared)
 
     def wrap(self) -> None:
-        """Put this forward around the module's."""
+        """Wrap the module's forward in this one."""
         self.module.forward = partial(self.forward, self.module.forward)
 
     def close(self) -> None:
-        """Give the module its forward back."""
+        """Restore the module's forward."""
         del self.module.forward
 
     @abstractmethod
     def forward(self, compute: Compute, *args: Any) -> Tensor:
-        """What the module is called with, through ``compute``, its own forward."""
+        """Transform the module's inputs and call ``compute``, its original forward."""
 
 
 class Column(SplitLayer):
@@ -144,11 +144,11 @@ class Column(SplitLayer):
             self.split(leaf, 0, blocks, shared)
 
     def rows(self, size: int) -> tuple[tuple[Block, ...], tuple[int, int]]:
-        """This rank's part of ``size`` features, and which of all are shared."""
+        """This rank's part of ``size`` features, and which of them are shared."""
         return even(self.name, size, "output features", self.comm), (0, 0)
 
     def forward(self, compute: Compute, *args: Any) -> Tensor:
-        """No message but what ``enter`` sends."""
+        """Send only the message of ``enter``."""
         return compute(self.enter(args[0], self.comm))
 
 
@@ -162,7 +162,7 @@ class Heads(Column):
         super().__init__(name, module, comm, enter)
 
     def rows(self, size: int) -> tuple[tuple[Block, ...], tuple[int, int]]:
-        """Those of this rank's heads."""
+        """The rows of this rank's heads."""
         return fused_heads(self.name, self.attention, size, self.comm)
 
 
@@ -185,7 +185,7 @@ class Classes(Column):
         return blocks, (0, 0)
 
     def forward(self, compute: Compute, *args: Any) -> Tensor:
-        """Logits, gathered if wanted."""
+        """Logits, gathered if requested."""
         logits = super().forward(compute, *args)
         return gather_classes(logits, self.comm, self.total) if self.gathered else logits
 
@@ -200,7 +200,7 @@ class Row(SplitLayer):
         self.split("weight", 1, even(name, size, "input features", comm))
 
     def forward(self, compute: Compute, *args: Any) -> Tensor:
-        """The sum over ranks, then the bias."""
+        """Sum over ranks, then add the bias."""
         held, bias = self.module._parameters, self.module._parameters["bias"]
         # Taken away for the call: the module's own forward would add it on every rank, before the
         # sum that then counts it as often.
@@ -224,7 +224,7 @@ class Vocabulary(SplitLayer):
         self.own = range(blocks[0].start, blocks[0].stop)
 
     def forward(self, compute: Compute, *args: Any) -> Tensor:
-        """Rows that this rank has, zeros for the others, summed over ranks."""
+        """Rows of this rank, zeros for the others, summed over ranks."""
         # Another rank's numbers look up row 0, for they must not be out of bounds; its values are
         # thrown away below, and with them its gradient.
         place = args[0] - self.own.start
@@ -234,12 +234,12 @@ class Vocabulary(SplitLayer):
 
 
 class Positions(SplitLayer):
-    """An embedding of positions where sequences are split: int64 ``(positions,)``, the same on all
-    ranks -> ``(share, width)`` of this rank's, zeros in the padding.  The table stays whole.
+    """An embedding of positions under sequence parallelism: int64 ``(positions,)``, equal on all
+    ranks -> ``(share, width)`` of this rank, with zeros as padding. The table stays whole.
     """
 
     def forward(self, compute: Compute, *args: Any) -> Tensor:
-        """No message."""
+        """Send no message."""
         positions: Tensor = args[0]
         size = share(len(positions), self.comm.size)
         own = compute(positions[self.comm.rank * size : (self.comm.rank + 1) * size])
@@ -247,11 +247,11 @@ class Positions(SplitLayer):
 
 
 class Placed(SplitLayer):
-    """A module whose result depends on positions, on a part of the sequence ``(samples, share,
-    ...)``: its ``first_position`` says where the part begins.
+    """A position-dependent module on a part of the sequence ``(samples, share, ...)``; its
+    ``first_position`` is where the part begins.
     """
 
     def forward(self, compute: Compute, *args: Any) -> Tensor:
-        """No message."""
+        """Send no message."""
         self.module.first_position = self.comm.rank * args[0].shape[1]
         return compute(*args)

@@ -1,4 +1,4 @@
-"""Cross-entropy over classes that lie on several ranks: no rank ever holds all logits.
+"""Cross-entropy over classes on several ranks: no rank ever holds all logits.
 
 The loss of a target needs three sums over all classes and one of the logits: each rank sums over
 its own classes, and only numbers per target travel (Megatron-LM, arXiv 1909.08053, section 3: b*s

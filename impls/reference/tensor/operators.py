@@ -34,8 +34,8 @@ from shardproof.comm import Comm
 
 
 def share(size: int, ranks: int) -> int:
-    """The largest of ``ranks`` contiguous parts of ``size``: each has so many, the last ones less
-    or none.
+    """The largest of ``ranks`` contiguous parts of ``size``: each has this many, the last ones
+    fewer or none.
     """
     return -(-size // ranks)
 
@@ -49,7 +49,7 @@ def all_reduce(tensor: Tensor, comm: Comm) -> Tensor:
 
 
 def all_gather(tensor: Tensor, comm: Comm, dim: int) -> Tensor:
-    """The ranks' tensors, of one shape, end to end along ``dim``."""
+    """The ranks' tensors of one shape, concatenated along ``dim``."""
     first = tensor.movedim(dim, 0).contiguous()
     whole = first.new_empty(comm.size * first.shape[0], *first.shape[1:])
     comm.all_gather(whole, first)
@@ -57,7 +57,7 @@ def all_gather(tensor: Tensor, comm: Comm, dim: int) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, comm: Comm, dim: int) -> Tensor:
-    """This rank's part along ``dim`` of the sum over ranks; padded with zeros to equal parts."""
+    """This rank's part along ``dim`` of the sum over ranks, padded with zeros to equal parts."""
     first = tensor.movedim(dim, 0)
     size = share(first.shape[0], comm.size)
     missing = size * comm.size - first.shape[0]
@@ -128,13 +128,15 @@ class _GatherClasses(torch.autograd.Function):
 
 
 def f(tensor: Tensor, comm: Comm) -> Tensor:
-    """``tensor`` as it is; its gradient is summed over the ranks."""
+    """``tensor`` unchanged; its gradient is summed over the ranks."""
     result: Tensor = _F.apply(tensor, comm)
     return result
 
 
 def f_bar(tensor: Tensor, comm: Comm) -> Tensor:
-    """The sum of ``tensor`` over the ranks; its gradient, the same on all, goes to every term."""
+    """The sum of ``tensor`` over the ranks; its gradient, equal on all ranks, goes to every
+    term.
+    """
     result: Tensor = _FBar.apply(tensor, comm)
     return result
 
@@ -156,6 +158,6 @@ def g_bar(tensor: Tensor, comm: Comm) -> Tensor:
 
 
 def gather_classes(tensor: Tensor, comm: Comm, classes: int) -> Tensor:
-    """``(..., own classes)`` -> ``(..., classes)``; what does not divide is padded on the way."""
+    """``(..., own classes)`` -> ``(..., classes)``; uneven parts are padded in transit."""
     result: Tensor = _GatherClasses.apply(tensor, comm, classes)
     return result

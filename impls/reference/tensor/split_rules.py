@@ -1,4 +1,4 @@
-"""Which modules of a Transformer are split over the tensor axis, and how: by their roles.
+"""The modules of a Transformer that are split over the tensor axis, chosen by their roles.
 
 A module without one of these roles stays whole on every rank.
 """
@@ -38,7 +38,7 @@ def split_layers(
     sequence_parallel: bool,
     gathered: bool,
 ) -> list[SplitLayer]:
-    """The layers of ``module`` whose ``roles`` say how, in the order of registration.
+    """The layers of ``module`` that their ``roles`` split, in the order of registration.
 
     ``gathered``: the head gives all classes on every rank, not this rank's only.  Raises
     :class:`Refused` for a model without the layers that tensor parallelism splits.

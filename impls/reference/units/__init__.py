@@ -1,1 +1,1 @@
-"""Sharded units: what ZeRO-3 and FSDP share."""
+"""Sharded units: the common part of ZeRO-3 and FSDP."""

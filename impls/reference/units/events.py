@@ -1,4 +1,4 @@
-"""When a unit's forward and backward begin and end, from hooks on its module.
+"""The begin and end of a unit's forward and backward, from hooks on its module.
 
     before_forward     the module is about to be called
     after_forward      it has returned
@@ -32,31 +32,31 @@ from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 
 
 class Listener(ABC):
-    """Hears of every event; ``again``: the forward is a recomputation inside backward."""
+    """The receiver of every event; ``again``: the forward is a recomputation in backward."""
 
     @abstractmethod
     def before_forward(self, unit: ShardedUnit, again: bool) -> None:
-        """Parameters must be whole on return."""
+        """Make parameters whole before return."""
 
     @abstractmethod
     def after_forward(self, unit: ShardedUnit, again: bool) -> None:
-        """Parameters are needed again in backward only."""
+        """Parameters are next needed in backward."""
 
     @abstractmethod
     def before_backward(self, unit: ShardedUnit) -> None:
-        """Parameters must be whole on return; comes once for each call and output."""
+        """Make parameters whole before return; called once per call and output."""
 
     @abstractmethod
     def gradient_arrived(self, flat: FlatShard, name: str, gradient: Tensor) -> None:
-        """Parameter ``name`` has its whole gradient of this backward: the listener keeps it."""
+        """Keep the whole gradient of parameter ``name`` from this backward."""
 
     @abstractmethod
     def after_backward(self, unit: ShardedUnit) -> None:
-        """Parameters are no longer needed; gradients are complete."""
+        """Parameters are no longer needed, and gradients are complete."""
 
 
 class UnitEvents:
-    """The hooks, and which units take part in the running round."""
+    """The hooks, and the units in the current round."""
 
     def __init__(self, units: Sequence[ShardedUnit], listener: Listener) -> None:
         self.listener = listener
@@ -71,12 +71,12 @@ class UnitEvents:
             self.hooks.append(unit.module.register_forward_hook(leave, with_kwargs=True))
 
     def watch(self, unit: ShardedUnit, flat: FlatShard, name: str, parameter: Tensor) -> None:
-        """Pass on the gradients of ``parameter`` as they arrive."""
+        """Forward the gradients of ``parameter`` as they arrive."""
         hook = partial(self.arrived, unit, flat, name)
         self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def end_round(self) -> None:
-        """The backward has returned, if there was one: end the units that have not ended."""
+        """End the remaining units after the backward, if there was one."""
         self.end_backward()
         self.in_backward = False
         self.given.clear()  # of a forward that did not return
@@ -89,7 +89,7 @@ class UnitEvents:
     # -------------------------------------------------------------------------------------- hooks
 
     def enter(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward; the inputs that need a gradient pass through the identity."""
+        """Begin the forward; inputs that need a gradient pass through the identity."""
         self.listener.before_forward(unit, self.in_backward)
         if self.in_backward or not torch.is_grad_enabled():
             return None
@@ -109,7 +109,7 @@ class UnitEvents:
         return made
 
     def leave(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        """After the forward; backward reaches the unit with a gradient of what it computed."""
+        """End the forward; backward reaches the unit with a gradient of its output."""
         self.listener.after_forward(unit, self.in_backward)
         if self.in_backward or not torch.is_grad_enabled():
             return
@@ -129,7 +129,7 @@ class UnitEvents:
         self.listener.before_backward(unit)
 
     def arrived(self, unit: ShardedUnit, flat: FlatShard, name: str, parameter: Tensor) -> None:
-        """A backward has given ``parameter`` its whole gradient."""
+        """A backward has completed the gradient of ``parameter``."""
         if unit not in self.running:
             raise RuntimeError(
                 f"{name!r} received a gradient while its unit {unit.name!r} had no backward under "
@@ -152,12 +152,12 @@ class UnitEvents:
         self.look_for_end()
 
     def look_for_end(self) -> None:
-        """End the backward if nothing more can arrive."""
+        """End the backward if no gradient is missing."""
         if all(u.open_ended and not u.pending and not u.missing for u in self.running):
             self.end_backward()
 
     def end_backward(self) -> None:
-        """End the units that are left, the last called first: the order of all other units."""
+        """End the remaining units, the last called first, which is the order of all other units."""
         # A copy: each unit that ends leaves the list.
         for unit in reversed(list(self.running)):
             self.end(unit)
@@ -169,7 +169,7 @@ class UnitEvents:
 
 
 class Inputs:
-    """The inputs of a unit's forward, to tell what it computes from what it only hands on.
+    """The inputs of a unit's forward, to distinguish computed outputs from inputs passed through.
 
     That has its gradient also while the unit has nothing to do.
     """
@@ -179,7 +179,7 @@ class Inputs:
         self.versions = {id(t): (t, None if t.is_inference() else t._version) for t in tensors}
 
     def hand_on(self, output: Tensor) -> bool:
-        """Whether ``output`` is an input, as it was: a change in place is computed, too."""
+        """Whether ``output`` is an unchanged input; one changed in place counts as computed."""
         return self.versions.get(id(output)) == (output, output._version)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of a unit: whole while its backward runs, then a shard of their sum over the ranks.
+"""Gradients of a unit: whole during its backward, then a shard of their sum over the ranks.
 
     state           this rank holds                                         left by
     absent          nothing: no backward of this step has reached the unit  arrive, or reduce
@@ -29,7 +29,7 @@ from shardproof.impls.reference.units.states import Stateful
 
 
 class GradientState(Enum):
-    """How far the gradients of a unit have come in this step."""
+    """The progress of a unit's gradients in this step."""
 
     #: Nothing has arrived since the last step ended.
     ABSENT = "absent"
@@ -95,7 +95,7 @@ class Gradients(Stateful[GradientState]):
         self.state = GradientState.ABSENT
 
     def arrive(self, name: str, gradient: Tensor) -> None:
-        """Keep ``gradient``, as backward made it, until it is packed."""
+        """Keep ``gradient`` in the form that backward made until it is packed."""
         if name in self.arrived:
             self.pack()  # a later micro-batch: two gradients of one parameter need one place
         self.enter(GradientState.ARRIVING)
@@ -103,7 +103,7 @@ class Gradients(Stateful[GradientState]):
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Add what has arrived to this rank's flat gradients, and let it go."""
+        """Add arrived gradients to this rank's flat gradients and free them."""
         if not self.arrived:
             return
         self.enter(GradientState.PACKED)
@@ -118,7 +118,7 @@ class Gradients(Stateful[GradientState]):
 
     @torch.no_grad()
     def reduce(self, reducer: Reducer, step: int) -> None:
-        """Start to sum the packed gradients into this rank's shard (zero where there are none)."""
+        """Start to sum the packed gradients (zero if there are none) into this rank's shard."""
         self.enter(GradientState.REDUCING)
         whole = self.packed
         if whole is None:
@@ -137,7 +137,7 @@ class Gradients(Stateful[GradientState]):
 
     @torch.no_grad()
     def wait_and_accumulate(self) -> None:
-        """Wait for the reduction, add its result to the total, free the whole gradients."""
+        """Wait for the reduction, add its result to the total, and free the whole gradients."""
         self.enter(GradientState.ACCUMULATED)
         if self.work is not None:
             self.work.wait()
@@ -150,7 +150,7 @@ class Gradients(Stateful[GradientState]):
 
     @torch.no_grad()
     def reduce_over_replicas(self, replicas: Comm, reducer: Reducer, step: int) -> None:
-        """Start to sum the total over ranks that hold the same shard; no more may be added."""
+        """Start to sum the total over ranks with the same shard; it is complete."""
         self.enter(GradientState.OVER_REPLICAS)
         assert self.total is not None
         self.total = self.total.to(self.reduced_in)
@@ -160,7 +160,7 @@ class Gradients(Stateful[GradientState]):
             self.work = reducer.all_reduce(bucket, replicas)
 
     def finalize(self) -> None:
-        """The total is the step's gradient on return, and lies where it rests."""
+        """Make the total the step's gradient, in its resting place."""
         self.enter(GradientState.FINAL)
         if self.work is not None:
             self.work.wait()
@@ -171,6 +171,6 @@ class Gradients(Stateful[GradientState]):
                 self.total = self.rest.copy_(self.total)
 
     def clear(self) -> None:
-        """The step is over: drop the total."""
+        """Drop the total at the end of a step."""
         self.enter(GradientState.ABSENT)
         self.total = None

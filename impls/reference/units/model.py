@@ -1,4 +1,4 @@
-"""A model in sharded units: what a rank holds of it, and what the optimizer gets.
+"""A model in sharded units: a rank's part of it, and the tensors for the optimizer.
 
 *When* units are gathered and reduced is for the classes above this one to say.
 """
@@ -69,7 +69,7 @@ class ShardedModel(Handle):
             flat.gradients.reduce_over_replicas(self.replicas, self.reducer, self.step)
 
     def publish_gradients(self) -> None:
-        """Give the optimizer's targets what was reduced; agree on who used what."""
+        """Give the optimizer's targets their reduced gradients; agree on which ranks used what."""
         names = [name for flat in self.trained for name in flat.layout.names]
         # A rank cannot know whether others used a parameter, and all must update it, or none.
         used = self.rounds.largest([int(name in self.used) for name in names]) if names else []
@@ -88,7 +88,7 @@ class ShardedModel(Handle):
     # ---------------------------------------------------------------------------------- the state
 
     def targets(self) -> Iterator[tuple[str, Tensor]]:
-        """What the optimizer updates, in the order of the model's parameters."""
+        """The tensors that the optimizer updates, in the order of the model's parameters."""
         for name in self.names:
             if name in self.home[name].targets:
                 yield name, self.home[name].targets[name]
@@ -115,18 +115,18 @@ class ShardedModel(Handle):
 
     @property
     def replica(self) -> int:
-        """Number of this rank's copy of the shards."""
+        """The number of this rank's copy of the shards."""
         return 0 if self.replicas is None else self.replicas.rank
 
     @property
     def coordinate(self) -> int:
-        """Number of this rank among all of them."""
+        """The number of this rank among all ranks."""
         if self.shards is None:
             return self.replica
         return self.replica * self.shards.size + self.shards.rank
 
     def pieces(self, kind: Kind) -> list[Piece]:
-        """This rank's parts; buffers whole."""
+        """This rank's parts; buffers are whole."""
         if kind == "buffers":
             named = self.module.named_buffers()
             return [Piece.whole(n, t, replica=self.coordinate) for n, t in named]
@@ -146,7 +146,7 @@ class ShardedModel(Handle):
                     yield name, gradient
 
     def place(self, name: str, slot: str, tensor: Tensor) -> Piece:
-        """A part like that of the parameter; a single number (Adam's step) whole."""
+        """A part like that of the parameter; a scalar (Adam's step) as a whole."""
         full = f"{name}.{slot}" if slot else name
         if slot and tensor.dim() == 0:
             return Piece.whole(full, tensor, replica=self.coordinate)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ParameterState(Enum):
-    """Where the parameters of a unit are."""
+    """The location of a unit's parameters."""
 
     #: This rank has its shard; the whole has no memory.
     SHARDED = "sharded"
@@ -93,12 +93,12 @@ class Parameters(Stateful[ParameterState]):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole has memory, filled or being filled."""
+        """Whether the whole parameters have memory, filled or being filled."""
         return self.state in (ParameterState.WHOLE, ParameterState.GATHERING)
 
     @torch.no_grad()
     def gather(self, within: Comm | None = None) -> None:
-        """Start to make the parameters whole, unless they are: from all shards over the ranks.
+        """Start to gather the parameters from all shards, unless they are whole.
 
         ``within`` are the neighbours over which they were freed: then from their chunks.
         """
@@ -121,7 +121,7 @@ class Parameters(Stateful[ParameterState]):
         self.chunk = None
 
     def wait(self) -> None:
-        """Forward and backward may read the parameters on return; a gather must have begun."""
+        """Wait for the gather, after which forward and backward may read the parameters."""
         if self.state is not ParameterState.WHOLE:
             self.enter(ParameterState.WHOLE)
         if self.work is not None:
@@ -129,7 +129,7 @@ class Parameters(Stateful[ParameterState]):
         self.work = self.sending = None
 
     def free(self, within: Comm | None = None) -> None:
-        """Drop the whole, if there is one; keep a chunk of 1/``within.size``, if it is given."""
+        """Free the whole parameters, if any; keep a chunk of 1/``within.size`` if given."""
         if self.is_resident:
             return
         if self.is_whole:

@@ -1,4 +1,4 @@
-"""Which modules are sharded as one: wrap policies, and what belongs to which unit.
+"""Wrap policies: the modules that are sharded together, and the parameters of each unit.
 
 A *unit* is a module whose parameters are gathered together just before they are used and freed
 together right after.  Large units make few, long calls; small units hold less memory at a time.
@@ -39,7 +39,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Wrap:
-    """A wrap policy: one of its fields, or none of them."""
+    """A wrap policy: at most one of its fields."""
 
     units: tuple[str, ...] | None = None
     module_class: tuple[str, ...] | None = None
@@ -54,7 +54,7 @@ class Wrap:
 
     @property
     def declines(self) -> dict[str, str]:
-        """Traits under which a unit of this policy may be one that only some ranks gather."""
+        """Traits for which a unit of this policy may be gathered by only some ranks."""
         if self.minimum_parameters is None:
             return {}
         reason = "wrap.minimum_parameters makes a unit of a branch that other ranks do not take"
@@ -70,7 +70,7 @@ class UnitPlan:
 
 
 def plan_units(module: nn.Module, wrap: Wrap, blocks: Sequence[str]) -> list[UnitPlan]:
-    """The units of ``module``, the root first, the others in the order of registration.
+    """The units of ``module``, the root first, then in the order of registration.
 
     ``blocks`` are the units where ``wrap`` says nothing.  Units without parameters are left out
     (but for the root), each parameter belongs to one unit.
@@ -145,7 +145,7 @@ def _valid(valid: Collection[str]) -> str:
 
 
 def _owners(module: nn.Module) -> dict[str, list[str]]:
-    """Parameter (tied ones once, by their first name) -> the modules that it is registered in."""
+    """Parameter (tied ones once, by their first name) -> the modules that register it."""
     names: dict[int, str] = {}
     owners: dict[str, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of micro-batches take part in the same collectives.
+"""Collectives of ranks with different numbers of micro-batches.
 
 Where a forward or backward makes collective calls, a rank that has run out of micro-batches must
 make them too, or the others wait for ever.  But it computes nothing, so it cannot know which calls
@@ -25,7 +25,7 @@ _NOTHING = -1
 
 
 class Rounds:
-    """The rounds of one step, over the ranks of all ``comms`` together (one a mesh axis)."""
+    """The rounds of one step, over the ranks of all ``comms`` together (one per mesh axis)."""
 
     def __init__(self, comms: Sequence[Comm]) -> None:
         self.comms = [comm for comm in comms if comm.size > 1]
@@ -40,20 +40,20 @@ class Rounds:
         return largest
 
     def begin(self, own: int) -> None:
-        """A step begins, in which this rank computes in ``own`` rounds, the first ones."""
+        """Begin a step in which this rank computes in its first ``own`` rounds."""
         # The smallest number is minus the largest of the negated ones: one message for both.
         self.total, least = self.largest([own, -own])
         self.busy = -least
         self.number = -1
 
     def next(self) -> bool:
-        """Go on to the next round; False if there is none."""
+        """Advance to the next round; False if there is none."""
         self.number += 1
         return self.number < self.total
 
     @property
     def is_last(self) -> bool:
-        """Whether the current round is the step's last."""
+        """Whether the current round is the last of the step."""
         return self.number == self.total - 1
 
     @property
@@ -62,11 +62,11 @@ class Rounds:
         return self.number < self.busy
 
     def announce(self, call: int) -> None:
-        """Say which call comes next, if some rank is idle in this round."""
+        """Announce the next call if some rank is idle in this round."""
         # Where all ranks compute they know what comes: nothing needs to be sent.
         if not self.all_compute:
             self.largest([call])
 
     def hear(self) -> int:
-        """What the ranks at work announce."""
+        """The announcements of the working ranks."""
         return self.largest([_NOTHING])[0]

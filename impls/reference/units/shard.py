@@ -60,11 +60,13 @@ class FlatShard:
 
     @property
     def shard(self) -> Tensor:
-        """What this rank owns of the parameters, ``(layout.shard_numel,)`` in the built dtype."""
+        """The parameters that this rank owns, ``(layout.shard_numel,)`` in the built dtype."""
         return self.parameters.shard
 
     def publish_gradients(self, used: Mapping[str, bool]) -> None:
-        """Give the optimizer's targets their gradients; ``None`` to what no rank has used."""
+        """Give the optimizer's targets their gradients; ``None`` to parameters that no rank
+        used.
+        """
         total = self.gradients.total
         for name, target in self.targets.items():
             target.grad = None
@@ -73,14 +75,14 @@ class FlatShard:
                 target.grad = self.parts[name].of_shard(total).to(target.device)
 
     def clear_gradients(self) -> None:
-        """The step is over."""
+        """End the step."""
         self.gradients.clear()
         for target in self.targets.values():
             target.grad = None
 
 
 class ShardedUnit:
-    """A module and its flat shards; ``number`` is its place in the list of units."""
+    """A module and its flat shards; ``number`` is its position in the list of units."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class ShardedUnit:
         self.start_round()
 
     def start_round(self) -> None:
-        """A new round: the unit has not been called."""
+        """Start a round in which the unit has not been called."""
         self.pending = 0  # calls whose backward has not passed the unit's inputs
         self.open_ended = False  # whether some call had no input that needs a gradient
         self.missing = {name for flat in self.trained for name in flat.layout.names}
@@ -112,7 +114,7 @@ class ShardedUnit:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its parameters are gathered, or being gathered."""
+        """Whether all of its parameters are gathered or being gathered."""
         return all(flat.parameters.is_whole for flat in self.flats)
 
     @property
@@ -138,11 +140,13 @@ class ShardedUnit:
     # ---------------------------------------------------------------------------------- gradients
 
     def pack(self) -> None:
-        """Bring together the gradients that have arrived."""
+        """Pack the arrived gradients."""
         for flat in self.trained:
             flat.gradients.pack()
 
     def reduce(self, reducer: Reducer, step: int) -> None:
-        """Start to reduce what is trained and packed, in optimizer step number ``step``."""
+        """Start to reduce packed gradients of trained parameters, in optimizer step number
+        ``step``.
+        """
         for flat in self.trained:
             flat.gradients.reduce(reducer, step)

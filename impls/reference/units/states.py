@@ -15,7 +15,7 @@ S = TypeVar("S", bound=Enum)
 
 
 class IllegalTransition(RuntimeError):
-    """A strategy asked for a step that the current state does not allow."""
+    """A strategy requested a step that the current state does not allow."""
 
 
 class Stateful(Generic[S]):

@@ -1,4 +1,5 @@
-"""Parameters that are sharded between steps and whole during one: ZeRO-3's state, two calls a unit.
+"""Parameters that are sharded between steps and whole during one: ZeRO-3's state with two calls per
+unit.
 
 A stage of a pipeline computes forwards and backwards of many micro-batches in turn.  Gathering its
 parameters for each of them would cost more than the pipeline saves.  So all units are gathered when
@@ -37,13 +38,15 @@ from shardproof.impls.reference.units.shard import FlatShard
 def apply(
     module: nn.Module, comms: Comms, options: Training, context: Context = PLAIN
 ) -> StepShards:
-    """Shard ``module`` over ``comms["shard"]``, as one unit: gathered and freed once a step."""
+    """Shard ``module`` over ``comms["shard"]`` as one unit that is gathered and freed once per
+    step.
+    """
     whole = UnitPlan("", tuple(name for name, _ in module.named_parameters()))
     return StepShards(module, comms, [whole], options.precision, context)
 
 
 class StepShards(ShardedModel):
-    """The handle.  Ranks without micro-batches make the same calls as the others."""
+    """The handle. Ranks without micro-batches make the same calls as the others."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -55,7 +58,7 @@ class StepShards(ShardedModel):
         ]
 
     def arrived(self, flat: FlatShard, name: str, parameter: Tensor) -> None:
-        """Hook: the gradient moves to those of its unit."""
+        """Hook: move the gradient to its unit."""
         assert parameter.grad is not None
         flat.gradients.arrive(name, parameter.grad)
         parameter.grad = None
@@ -71,7 +74,7 @@ class StepShards(ShardedModel):
             unit.wait()
 
     def finish(self) -> None:
-        """Reduce once, free all."""
+        """Reduce once and free all units."""
         for unit in self.units:
             unit.free()  # first: the sum takes less than the whole parameters did
             for flat in unit.trained:
@@ -83,7 +86,7 @@ class StepShards(ShardedModel):
         self.publish_gradients()
 
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
-        """Whole during all ``passes``."""
+        """Keep units whole during all ``passes``."""
         self.before_step(len(passes))
         try:
             return super().evaluate(passes)

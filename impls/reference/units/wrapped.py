@@ -1,4 +1,4 @@
-"""A model in sharded units that come and go: the handle that ZeRO-3 and FSDP have in common.
+"""A model in sharded units that are gathered and freed: the common handle of ZeRO-3 and FSDP.
 
 It makes the collective calls, and says how ranks without work take part in them.  *When* units are
 gathered, freed and reduced is for the strategy to say, in ``before_forward``, ``after_forward``,
@@ -41,7 +41,7 @@ DECLINES = {SECOND_DERIVATIVE: "a unit is whole for one forward and one backward
 
 
 class WrappedModel(ShardedModel, Listener):
-    """Units that are gathered, freed and reduced while a forward or backward runs.
+    """Units that are gathered, freed and reduced during a forward or backward.
 
     ``chunks`` is a group of neighbours along the shard axis that parameters may stay sharded over
     between forward and backward; its size divides that of the axis.
@@ -79,13 +79,15 @@ class WrappedModel(ShardedModel, Listener):
 
     @property
     def root(self) -> ShardedUnit:
-        """The unit that is the whole module."""
+        """The unit of the whole module."""
         return self.units[0]
 
     # ------------------------------------------------------------------------------------- calls
 
     def gather(self, unit: ShardedUnit) -> None:
-        """Start to make ``unit`` whole, unless it is; all ranks call alike and in one order."""
+        """Start to gather ``unit`` unless it is whole; all ranks make the same calls in the same
+        order.
+        """
         if unit.is_whole:
             return
         chunks = self.chunks if unit.is_chunked else None
@@ -99,12 +101,12 @@ class WrappedModel(ShardedModel, Listener):
             self.start_reduction(unit)
 
     def announce(self, call: int, unit: ShardedUnit) -> None:
-        """Tell idle ranks which call comes next."""
+        """Announce the next call to idle ranks."""
         self.settle()
         self.rounds.announce(1 + call * len(self.units) + unit.number)
 
     def settle(self) -> None:
-        """In a round with idle ranks, wait before each word for what is under way.
+        """In a round with idle ranks, wait for pending calls before each announcement.
 
         Over send and recv it moves only while all ranks wait for it, and ranks that compute also
         wait where the others have nothing to wait for, but listen (before the root's backward).
@@ -115,7 +117,9 @@ class WrappedModel(ShardedModel, Listener):
             self.reducer.settle([work for work in works if work is not None])
 
     def start_reduction(self, unit: ShardedUnit) -> None:
-        """One reduction at a time is under way, and the root's, which is the last of a round."""
+        """Start a reduction; only one is in flight, in addition to the root's, the last of a
+        round.
+        """
         to_replicas = self.rounds.is_last and self.replicas is not None
         is_under_way = any(unit is other for other, _ in self.in_flight)
         # Waiting here, not at once, lets the reduction before run beside the backward of this unit;
@@ -135,7 +139,7 @@ class WrappedModel(ShardedModel, Listener):
             self.wait_and_accumulate()
 
     def wait_and_accumulate(self) -> None:
-        """Wait for reductions under way; in the last round their shards go to the replicas."""
+        """Wait for pending reductions; in the last round, send their shards to the replicas."""
         for unit, is_last in self.in_flight:
             for flat in unit.trained:
                 flat.gradients.wait_and_accumulate()
@@ -145,7 +149,7 @@ class WrappedModel(ShardedModel, Listener):
         self.in_flight.clear()
 
     def gradient_arrived(self, flat: FlatShard, name: str, gradient: Tensor) -> None:
-        """Keep it; a reduction of the last round's gradients must be over by then."""
+        """Keep the gradient; a pending reduction of the last round must be complete before."""
         if flat.gradients.state is GradientState.REDUCING:
             # A loss that takes the parameter itself, before its backward reaches the root.
             self.wait_and_accumulate()
@@ -158,14 +162,14 @@ class WrappedModel(ShardedModel, Listener):
         self.rounds.begin(micro_batches)
 
     def accumulate(self, is_last: bool) -> None:
-        """Every micro-batch is a round."""
+        """Start a round for the micro-batch."""
         self.end_round()
         self.rounds.next()
         self.order.start_round()
         self.computing = True
 
     def end_round(self) -> None:
-        """End the round under way, if there is one."""
+        """End the current round, if any."""
         if self.computing:
             self.events.end_round()
             self.leave_round()
@@ -176,15 +180,15 @@ class WrappedModel(ShardedModel, Listener):
             self.computing = False
 
     def leave_round(self) -> None:
-        """The last calls of a round in which this rank computes."""
+        """Make the last calls of a round in which this rank computes."""
 
     def free_all(self) -> None:
-        """After a round: free whatever is whole, or kept as a chunk."""
+        """After a round, free all whole units and chunks."""
         for unit in self.units:
             unit.free()
 
     def hear(self) -> int:
-        """What the ranks at work announce."""
+        """The announcements of the working ranks."""
         self.settle()
         return self.rounds.hear()
 
@@ -206,13 +210,13 @@ class WrappedModel(ShardedModel, Listener):
             self.free_all()
 
     def finish(self) -> None:
-        """Take part in what the others still have; agree on who used what."""
+        """Join the remaining rounds of the others; agree on which ranks used what."""
         self.idle_rounds()
         self.wait_and_accumulate()
         self.publish_gradients()
 
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
-        """Forwards only; their number may differ between ranks here as well."""
+        """Run forwards only; their number may differ between ranks."""
         self.before_step(len(passes))
         losses = []
         for compute in passes:
@@ -229,4 +233,4 @@ class WrappedModel(ShardedModel, Listener):
 
     @abstractmethod
     def after_backward(self, unit: ShardedUnit) -> None:
-        """Parameters are no longer needed; gradients are complete."""
+        """Parameters are no longer needed, and gradients are complete."""

@@ -1,4 +1,4 @@
-"""A checkpoint opened: its metadata checked, its tensors read and verified chunk by chunk.
+"""An open checkpoint: its metadata is checked, its tensors are read and verified chunk by chunk.
 
 Nothing that a file says is believed before it is checked: sizes before memory is taken, places and
 sums before anything is planned, bytes before they reach a tensor.  Reading never runs code.
@@ -118,7 +118,7 @@ class Checkpoint:
             self._check_head(index)
 
     def _check_head(self, index: DataFile) -> None:
-        """The data file is as long as it should be, and its header the one that was written."""
+        """Check that the data file has its length and its header."""
         path = self.folder / index.name
         file = self._file(index.name)
         size = os.fstat(file).st_size
@@ -134,7 +134,7 @@ class Checkpoint:
             raise CheckpointError(path, "its header was changed since it was written", TAKE_ANOTHER)
 
     def _file(self, name: str) -> int:
-        """The data file, open; few are at once, for a process may have few."""
+        """The open data file; only a few are open at once, because a process may have few."""
         if name not in self._open:
             while len(self._open) >= _MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
@@ -175,23 +175,27 @@ class Checkpoint:
 
     @cached_property
     def own_copies(self) -> set[int]:
-        """Numbers of the copies of optimizer state, if ranks that train alone saved it."""
+        """Numbers of the copies of optimizer state if ranks that train alone saved it."""
         slots = (each for (kind, _), each in self.copies.items() if kind == "optimizer")
         return {number for each in slots if len(each) > 1 for number in each}
 
     def slots_of(self, parameter: str, copy: int | None) -> list[str]:
-        """Names of its slots; those of ``copy`` alone, if ranks that train alone saved it."""
+        """Names of a parameter's slots; those of ``copy`` only, if ranks that train alone saved
+        it.
+        """
         names = self.slots.get(parameter, [])
         is_own = copy in self.own_copies
         return [n for n in names if not is_own or copy in self.copies["optimizer", n]]
 
     def entries(self, name: Name, replica: int = 0) -> list[Entry]:
-        """The entries of one copy: number ``replica``, or the first.  KeyError: no such name."""
+        """The entries of one copy: number ``replica``, or the first. KeyError if the name is
+        unknown.
+        """
         copies = self.copies[name]
         return copies.get(replica) or copies[min(copies)]
 
     def plan(self, wanted: Place, name: Name, replica: int = 0) -> list[Read]:
-        """What to read of one copy of ``name`` for the place ``wanted`` (reshape.py).
+        """The reads of one copy of ``name`` that fill the place ``wanted`` (reshape.py).
 
         :raises ValueError: it has another shape, or is cut into too many runs.
         """
@@ -200,13 +204,13 @@ class Checkpoint:
     # --------------------------------------------------------------------------------- elements
 
     def check(self, reads: Sequence[Read]) -> None:
-        """:raises CheckpointError: a chunk that ``reads`` need is not as it was written."""
+        """:raises CheckpointError: a chunk that ``reads`` need differs from what was written."""
         for read in reads:
             for _ in self._blocks(read):
                 pass
 
     def fill(self, target: Tensor, reads: Sequence[Read]) -> None:
-        """Put what ``reads`` name into ``target``, contiguous, of the host and the stored dtype.
+        """Copy ``reads`` into ``target``, a contiguous host tensor of the stored dtype.
 
         :raises CheckpointError: a chunk is not as it was written.
         """
@@ -226,7 +230,7 @@ class Checkpoint:
             yield low * chunk, self._chunks(read.entry, low, high)
 
     def _chunks(self, entry: Entry, low: int, high: int) -> memoryview:
-        """Chunks ``low`` to ``high - 1`` of a tensor, each as it was written."""
+        """Chunks ``low`` to ``high - 1`` of a tensor, in their stored form."""
         path, chunk = self.folder / entry.file, entry.chunk
         begin = entry.begin + low * chunk
         length = min(entry.end, begin + (high - low) * chunk) - begin
@@ -249,7 +253,7 @@ class Checkpoint:
         return view
 
     def verify(self) -> Iterator[CheckpointError]:
-        """All that is wrong: every header against its index, every chunk against its checksum."""
+        """All problems: every header against its index, every chunk against its checksum."""
         for file in self.files.values():
             try:
                 self._verify_head(file)
@@ -290,7 +294,7 @@ class Checkpoint:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint ``path``, or the newest in it.
+    """The checkpoint ``path``, or the newest one in it.
 
     :raises NotCommitted: there is none.
     """
@@ -315,7 +319,9 @@ def find(path: Path) -> Path:
 
 
 def _scatter(memory: Any, read: Read, begin: int, block: Any) -> None:
-    """Put what ``read`` wants of ``block``, which begins at byte ``begin``, into ``memory``."""
+    """Copy the part of ``block`` that ``read`` wants into ``memory``; the block begins at byte
+    ``begin``.
+    """
     stop, ends = begin + len(block), read.sources + read.lengths
     first = numpy.searchsorted(ends, begin, "right")
     last = numpy.searchsorted(read.sources, stop, "left")
@@ -327,7 +333,9 @@ def _scatter(memory: Any, read: Read, begin: int, block: Any) -> None:
 
 
 def _spans(first: Any, last: Any, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges, at most ``most`` long, that cover the ascending ``first`` to ``last``, each once."""
+    """Ranges of length at most ``most`` that cover the ascending ``first`` to ``last``, each
+    once.
+    """
     if not len(first):
         return
     gaps = numpy.flatnonzero(first[1:] > last[:-1] + 1)

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote, read within bounds of time and memory.
+"""JSON from an untrusted writer, read within bounds of time and memory.
 
 ``json`` alone takes any size (a list of empty lists grows 20-fold in memory), keeps the last of two
 equal keys, and follows any nesting until the interpreter stops it.  Here bytes and values are
@@ -30,7 +30,7 @@ SEAL = b',\n"crc32": '
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:
-    """``fields``, not none, as JSON that ends with its checksum.
+    """Non-empty ``fields`` as JSON that ends with its checksum.
 
     :raises TypeError: a value that JSON has no form for.
     """
@@ -40,7 +40,7 @@ def seal(fields: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, file: Path) -> dict[str, Any]:
-    """What :func:`seal` was given.
+    """The fields that were given to :func:`seal`.
 
     :raises CheckpointError: changed since, or no such file.
     """
@@ -52,7 +52,7 @@ def unseal(data: bytes, file: Path) -> dict[str, Any]:
 
 
 def require_bounds(data: bytes, file: Path) -> None:
-    """What is over them is not parsed, hence not written either.
+    """Refuse fields beyond the reader's bounds before they are written.
 
     :raises CheckpointError: too many bytes or values.
     """
@@ -65,7 +65,7 @@ def require_bounds(data: bytes, file: Path) -> None:
 
 
 def parse(data: bytes, file: Path) -> dict[str, Any]:
-    """The mapping that ``data`` is.
+    """Parse ``data`` as a mapping.
 
     :raises CheckpointError: too much of it, nested too deeply, a name twice, or no mapping.
     """
@@ -90,7 +90,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Fields:
-    """A mapping of JSON, asked for fields of known kinds; errors name file and field."""
+    """A JSON mapping with typed access to fields; errors name file and field."""
 
     def __init__(self, data: object, file: Path, place: str = "") -> None:
         self.file, self.place = file, place
@@ -99,7 +99,7 @@ class Fields:
         self.data: dict[str, Any] = data
 
     def wrong(self, name: str, wanted: str, value: object) -> CheckpointError:
-        """That field ``name`` should be ``wanted``."""
+        """The error that field ``name`` should be ``wanted``."""
         where = f"{self.place}{name}" or "the whole"
         what = f"{where} is {repr(value)[:80]}, not {wanted}"
         return CheckpointError(self.file, what, TAKE_ANOTHER)

@@ -1,4 +1,4 @@
-"""Parts of a tensor as runs: what they share, and where that lies in each of them.
+"""Parts of a tensor as runs of elements: their intersection, and its position in each part.
 
 A part is a box (``slices``) or a range of the flattened tensor (``flat_range``).  Either is a
 sequence of *runs*, elements that are neighbours in the flattened tensor, all of one length::
@@ -45,19 +45,19 @@ class Place(NamedTuple):
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The shape of a tensor that holds the part."""
+        """The shape of a tensor that holds only this part."""
         if self.flat_range is not None:
             return (self.flat_range[1] - self.flat_range[0],)
         return tuple(stop - start for start, stop in self.slices or ())
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return math.prod(self.own_shape)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the tensor, in its own shape."""
+        """Whether the part is the whole tensor in its own shape."""
         return self.flat_range is None and self.own_shape == self.shape
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Place(NamedTuple):
         return "[" + ", ".join(f"{start}:{stop}" for start, stop in self.slices or ()) + "]"
 
     def problem(self) -> str:
-        """Why there can be no such part; empty: there can."""
+        """Why the part is invalid; empty if it is valid."""
         if self.flat_range is not None:
             start, stop = self.flat_range
             fits = 0 <= start <= stop <= math.prod(self.shape)
@@ -120,7 +120,7 @@ def runs_of(place: Place) -> Runs:
 
 
 class Shared(NamedTuple):
-    """What two parts share: arrays of the first element of each run, in either, and of lengths."""
+    """The intersection of two parts: the first element of each run in either, and the lengths."""
 
     in_first: Any
     in_second: Any
@@ -128,7 +128,7 @@ class Shared(NamedTuple):
 
 
 def shared(first: Runs, second: Runs) -> Shared:
-    """What two parts of one tensor share, in the order of the tensor.
+    """The intersection of two parts of one tensor, in the order of the tensor.
 
     :raises TooFine: over :data:`MOST_RUNS` runs.
     """
@@ -149,7 +149,7 @@ def shared(first: Runs, second: Runs) -> Shared:
 
 
 def hole_or_overlap(places: list[Place]) -> str:
-    """Why ``places`` are not a tensor cut into parts; empty: every element lies in one of them.
+    """Why ``places`` do not tile a tensor; empty if every element lies in exactly one of them.
 
     :raises TooFine: one is cut into too many runs, or all together are.
     """

@@ -1,4 +1,4 @@
-"""Which bytes of which files a rank of another layout needs: planned from metadata alone.
+"""The bytes and files that a rank of another layout needs, planned from metadata only.
 
     saved by 3 ranks                  wanted by rank 1 of 2
     rank-00000  [0:4] of w
@@ -25,7 +25,7 @@ from shardproof.impls.reference.checkpoint.reading.regions import Place, runs_of
 
 @dataclass(frozen=True)
 class Read:
-    """Runs of one stored tensor: first bytes in the tensor and in what is wanted, and lengths.
+    """Runs of one stored tensor: first bytes in the stored and in the wanted tensor, and lengths.
 
     Arrays of equal length; sources ascend.
     """
@@ -37,7 +37,7 @@ class Read:
 
     @property
     def bytes(self) -> int:
-        """Of all runs."""
+        """The size of all runs."""
         return int(self.lengths.sum())
 
 
@@ -50,7 +50,7 @@ class Range(NamedTuple):
 
 
 def plan(wanted: Place, stored: Iterable[Entry]) -> list[Read]:
-    """What to read for the place ``wanted`` of a name, whose ``stored`` entries are one copy.
+    """The reads for the place ``wanted`` of a name whose ``stored`` entries are one copy.
 
     :raises ValueError: another shape, or cut into too many runs.
     """
@@ -68,7 +68,7 @@ def plan(wanted: Place, stored: Iterable[Entry]) -> list[Read]:
 
 
 def ranges(reads: Sequence[Read]) -> list[Range]:
-    """The bytes of files that ``reads`` need, neighbours joined, sorted."""
+    """The byte ranges that ``reads`` need, merged and sorted."""
     found = sorted(
         Range(read.entry.file, read.entry.begin + source, read.entry.begin + source + length)
         for read in reads
@@ -83,7 +83,7 @@ def ranges(reads: Sequence[Read]) -> list[Range]:
 
 
 def bytes_by_file(reads: Sequence[Read]) -> Mapping[str, int]:
-    """How much each file gives."""
+    """The number of bytes read from each file."""
     found: dict[str, int] = {}
     for read in reads:
         found[read.entry.file] = found.get(read.entry.file, 0) + read.bytes

@@ -1,4 +1,4 @@
-"""Opening files that somebody else put there: regular ones, of a bounded size, never a link."""
+"""Opening untrusted files: only regular ones of bounded size, never a link."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def size_of(path: Path) -> int:
 
 
 def read_small(path: Path) -> bytes:
-    """All of a file of JSON.
+    """Read a whole JSON file.
 
     :raises CheckpointError: as :func:`open_regular`, or it is over :data:`MOST_BYTES`.
     """
@@ -74,7 +74,7 @@ def read_into(view: memoryview, file: int, path: Path, begin: int) -> None:
 
 
 def exactly(file: int, path: Path, begin: int, end: int) -> bytes:
-    """Bytes ``begin`` to ``end``.
+    """Read bytes ``begin`` to ``end``.
 
     :raises CheckpointError: the file ends before, or cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Which saved tensor a piece is read from: its own or, between precisions, another of its value.
+"""The saved tensor that a piece is read from: its own, or one of equal value in another precision.
 
     piece of dtype T          read from, the first that there is
     a parameter               itself or its master, saved as T; then as what T is rounded from
@@ -39,13 +39,13 @@ NOUNS = {
 
 @dataclass(frozen=True)
 class Sources:
-    """Of ``checkpoint``, for the pieces of ``system``."""
+    """The sources in ``checkpoint`` for the pieces of ``system``."""
 
     system: Engine
     checkpoint: Checkpoint
 
     def of(self, kind: str, piece: Piece) -> Name:
-        """The name that ``piece`` is read from.
+        """The saved name that ``piece`` is read from.
 
         :raises CheckpointError: it was not saved, or with another dtype.
         """
@@ -69,7 +69,7 @@ class Sources:
         raise self.refusal(what, "load into a fresh instance of the same model")
 
     def dtype(self, name: Name) -> torch.dtype:
-        """As it was saved."""
+        """The saved dtype."""
         return DTYPES[self.checkpoint.entries(name)[0].dtype]
 
     def rounded(self, kind: str, piece: Piece) -> Iterator[torch.dtype]:

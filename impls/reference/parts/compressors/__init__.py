@@ -1,4 +1,4 @@
-"""Lossy compression of gradients: reducers that send less than what they are given.
+"""Lossy compression of gradients: reducers that send less than the full gradient.
 
     method      a rank sends of n elements               the others are not told
     cast        n values of another dtype                what rounding loses

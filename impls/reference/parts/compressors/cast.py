@@ -1,4 +1,4 @@
-"""Cast: values of another dtype.
+"""Cast compression: values in another dtype.
 
 Problem.  Gradients are noisy, and half of their bits tell nothing that training needs.  So they are
 sent in fp16 or bf16, and nothing else changes.
@@ -34,11 +34,11 @@ class Cast(Compressor):
     """Rounds to ``chosen.dtype``."""
 
     def start(self, bucket: Bucket, comm: Comm) -> Work:
-        """Round, exchange."""
+        """Round and exchange."""
         return sum_over(self.rounded(bucket), bucket.flat.dtype, comm, bucket.flat.copy_)  # [2]
 
     def rounded(self, bucket: Bucket) -> Tensor:  # [1]
-        """This rank's values as they are sent."""
+        """This rank's values in the dtype of the message."""
         values = bucket.flat.to(self.chosen.dtype, copy=True)
         if self.chosen.feeds_back:  # or the difference costs as much as the rounding
             self.keep(bucket, (bucket.flat - values).to(bucket.flat.dtype))
@@ -46,7 +46,7 @@ class Cast(Compressor):
 
     @torch.no_grad()
     def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:  # [3]
-        """Start to sum into ``shard``, which rounds nothing once more."""
+        """Start to sum into ``shard``, without further rounding."""
         if self.chosen.feeds_back:
             self.feedback.add_to(bucket)
         values = self.rounded(bucket)

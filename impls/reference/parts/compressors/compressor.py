@@ -1,4 +1,4 @@
-"""What compressors share: gradients are made smaller, sent, and put together again.
+"""The common part of compressors: gradients are compressed, sent and decompressed.
 
     all_reduce       [1] what was not sent before is added to the gradients (feedback.py)
                      [2] compress, start to send
@@ -28,14 +28,14 @@ from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work, slo
 
 
 class Finish:
-    """Collectives in flight, and what is to be made of their results."""
+    """Collectives in flight, with the work to do on their results."""
 
     def __init__(self, works: Sequence[Work], then: Callable[[], object]) -> None:
         self.works, self.then = works, then
         self.done = False
 
     def wait(self) -> None:
-        """Once; later calls find it done."""
+        """Wait once; later calls return at once."""
         if self.done:
             return
         for work in self.works:
@@ -62,13 +62,13 @@ class Compressor(Reducer):
 
     @torch.no_grad()
     def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        """Start to replace ``bucket`` by the sum of what all ranks send of theirs."""
+        """Start to replace ``bucket`` by the sum of all ranks' compressed gradients."""
         if self.chosen.feeds_back:
             self.feedback.add_to(bucket)  # [1]
         return self.start(bucket, comm)
 
     def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
-        """The whole sum, of which ``shard`` receives this rank's part; done on return."""
+        """Compute the whole sum, of which ``shard`` receives this rank's part; done on return."""
         # At once: units are gathered over the same ranks meanwhile, and one without data of its own
         # waits at another place.  What is sent in a wait would then meet calls of another kind.
         self.all_reduce(bucket, comm).wait()
@@ -76,39 +76,39 @@ class Compressor(Reducer):
         return Finish((), lambda: None)
 
     def all_gather(self, output: Tensor, shard: Tensor, comm: Comm) -> Work:
-        """Parameters, as without compression."""
+        """Gather parameters without compression."""
         return self.gathering.all_gather(output, shard, comm)
 
     def settle(self, works: Sequence[Work]) -> None:
-        """As what gathers."""
+        """Wait for the gathers."""
         self.gathering.settle(works)
 
     @abstractmethod
     def start(self, bucket: Bucket, comm: Comm) -> Work:  # [2], [4] in what it returns
-        """Send ``bucket``, and keep what is not sent; after the wait it holds the sum."""
+        """Send ``bucket`` compressed and keep the residual; after the wait it holds the sum."""
 
     def keep(self, bucket: Bucket, left: Tensor) -> None:  # [3]
-        """Remember ``left``, laid out like ``bucket``: what this rank does not send now."""
+        """Store ``left``, laid out like ``bucket``: the part that this rank does not send now."""
         if self.chosen.feeds_back:
             for part in filled(bucket.parts):
                 self.feedback.keep(part, part.of_shard(left))
 
     def pieces(self) -> list[Piece]:
-        """What the next steps depend on."""
+        """The state that the next steps depend on."""
         return self.feedback.pieces()
 
     def wanted(self, names: Sequence[str]) -> list[str]:
-        """Of the saved ``names`` those from which this rank goes on."""
+        """The saved ``names`` that this rank resumes from."""
         known = [name for name in names if slot_of(name) in self.slots]
         numbers = [int(name.rpartition("@")[2]) for name in known if not name.endswith("@all")]
         saved = 1 + max(numbers, default=0)
         return [name for name in known if successor(name, saved, self.place, self.ranks)]
 
     def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Take over residuals and the like; the others are returned."""
+        """Load residuals and similar state; return the other pieces."""
         return self.feedback.load_pieces(pieces)
 
 
 def filled(parts: Sequence[Part]) -> list[Part]:
-    """Those that have elements."""
+    """The tensors that have elements."""
     return [part for part in parts if part.numel]

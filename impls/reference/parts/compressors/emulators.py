@@ -1,4 +1,4 @@
-"""Every method on one process: what compressed reductions make of exact gradients.
+"""All compression methods in one process: the effect of compressed reductions on exact gradients.
 
 This is what compressed systems are compared with (``Implementation.emulator``).  It is written
 apart from the reducers: on whole tensors, one parameter after the other, without buckets, indices,
@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 
 class Emulator(ABC):
-    """``chosen`` on one process: :class:`shardproof.contract.Emulation`."""
+    """``chosen`` in one process: :class:`shardproof.contract.Emulation`."""
 
     def __init__(self, chosen: Compress, reduction: Reduction) -> None:
         self.chosen, self.reduction = chosen, reduction
@@ -31,8 +31,8 @@ class Emulator(ABC):
         self.kept: Tensors = {}
 
     def __call__(self, step: int, parts: Sequence[Tensors]) -> Tensors:
-        """Reduce everything that has a gradient, or has had one; one rank has nobody to send to,
-        and pays what it owes.
+        """Reduce every parameter that has, or has had, a gradient. A single rank sends nothing and
+        applies its residuals.
         """
         if len(parts) == 1:
             owed = {name: tensor for own in self.residuals for name, tensor in own.items()}
@@ -60,7 +60,7 @@ class Emulator(ABC):
         return applied
 
     def regroup(self, heirs: Sequence[Sequence[int]]) -> None:
-        """Number n goes on from the residuals of ``heirs[n]``, added up; factors begin anew."""
+        """Number n continues with the sum of the residuals of ``heirs[n]``; factors restart."""
         before, self.kept = self.residuals, {}
         self.residuals = [{} for _ in heirs]
         for own, old in zip(self.residuals, heirs, strict=True):
@@ -72,18 +72,18 @@ class Emulator(ABC):
     def reduce(
         self, step: int, name: str, wanted: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """The sum that is applied, and what each rank sends of what it ``wanted`` to send.
+        """The applied sum, and the part of ``wanted`` that each rank sends.
 
         Nothing sent: a parameter of which nothing is ever left.
         """
 
     def rounded(self, tensor: Tensor) -> Tensor:
-        """As it is after travelling in ``chosen.dtype``."""
+        """The value after a transfer in ``chosen.dtype``."""
         return tensor.to(self.chosen.dtype or tensor.dtype).to(tensor.dtype)
 
 
 def added(tensors: Sequence[Tensor]) -> Tensor:
-    """One after the other."""
+    """The sum, added one by one."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total = total + tensor
@@ -91,7 +91,7 @@ def added(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class CastEmulator(Emulator):
-    """Rounded before it is sent, and again where the sum is sent back."""
+    """Rounded before it is sent, and again when the sum is sent back."""
 
     def reduce(
         self, step: int, name: str, wanted: Sequence[Tensor]
@@ -102,7 +102,7 @@ class CastEmulator(Emulator):
 
 
 class TopKEmulator(Emulator):
-    """Zero but for the largest."""
+    """Zero except for the largest elements."""
 
     def reduce(
         self, step: int, name: str, wanted: Sequence[Tensor]
@@ -119,7 +119,7 @@ class TopKEmulator(Emulator):
 
 
 class RandomKEmulator(Emulator):
-    """Zero but for what all ranks draw."""
+    """Zero except for the elements that all ranks draw."""
 
     def reduce(
         self, step: int, name: str, wanted: Sequence[Tensor]
@@ -160,13 +160,13 @@ class PowerSGDEmulator(Emulator):
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """One after the other, what it adds to those before, normed."""
+    """Columns orthonormalized one after another."""
     basis, triangle = torch.linalg.qr(columns)
     return basis * torch.where(triangle.diagonal() < 0, -1.0, 1.0).to(columns.dtype)
 
 
 class SignEmulator(Emulator):
-    """The sign that most ranks have."""
+    """The sign of the majority of ranks."""
 
     def reduce(
         self, step: int, name: str, wanted: Sequence[Tensor]
@@ -202,13 +202,13 @@ class OneBitEmulator(Emulator):
 
 
 def signed(tensor: Tensor) -> Tensor:
-    """Its signs, with its norm."""
+    """The signs of a tensor, with its norm."""
     size = tensor.norm() / math.sqrt(max(tensor.numel(), 1))
     return torch.where(is_plus(tensor, size), size, -size)
 
 
 def is_plus(tensor: Tensor, size: Tensor) -> Tensor:
-    """Where it is not negative; what is noise beside ``size`` counts as zero."""
+    """Where a value is not negative; noise relative to ``size`` counts as zero."""
     return tensor >= -size * math.sqrt(torch.finfo(tensor.dtype).eps)
 
 
@@ -223,5 +223,5 @@ EMULATORS: dict[str, type[Emulator]] = {
 
 
 def emulator(chosen: Compress, reduction: Reduction) -> Emulator:
-    """A fresh one of the chosen method."""
+    """A new emulator of the chosen method."""
     return EMULATORS[str(chosen.method)](chosen, reduction)

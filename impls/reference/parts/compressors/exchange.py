@@ -1,4 +1,4 @@
-"""Sums of values that are sent in a narrower dtype than they are added in.
+"""Sums of values that are sent in a narrower dtype than they are summed in.
 
 An all-reduce in fp16 adds in fp16: it rounds after every addition, in an order that the backend
 chooses.  So values travel narrow and are added wide, each part by one rank:
@@ -27,7 +27,7 @@ from shardproof.impls.reference.parts.reducers import Work
 def sum_over(
     values: Tensor, wide: torch.dtype, comm: Comm, then: Callable[[Tensor], object]
 ) -> Work:
-    """Start to sum ``values`` over the ranks, adding in ``wide``; ``then`` is given the sum.
+    """Start to sum ``values`` over the ranks in ``wide``; ``then`` receives the sum.
 
     ``values`` are overwritten; the sum is theirs in dtype and size.
     """
@@ -50,7 +50,7 @@ def sum_over(
 
 
 def fold(rows: Tensor, wide: torch.dtype) -> Tensor:
-    """The sum of ``rows`` in the dtype ``wide``, one after the other."""
+    """The sum of ``rows`` in the dtype ``wide``, one by one."""
     total = rows[0].to(wide, copy=True)
     for row in rows[1:]:
         total += row

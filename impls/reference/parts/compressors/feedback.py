@@ -1,4 +1,4 @@
-"""Error feedback: what a rank did not send now is added to what it sends next.
+"""Error feedback: the unsent part of a gradient is added to the next one.
 
 Problem.  A compressor drops something in every step, and always alike: the small elements, the
 weak directions.  What is never sent is never learned.  So each rank remembers what it dropped, and
@@ -48,25 +48,25 @@ class Feedback:
         self.residuals: dict[str, Tensor] = {}
 
     def add_to(self, bucket: Bucket) -> None:  # [1]
-        """Gradients become what is wanted to be sent."""
+        """Add the residuals to the gradients."""
         for name, view in bucket.views().items():
             if name in self.residuals:
                 view.add_(self.residuals[name].view(-1))
 
     def keep(self, part: Part, left: Tensor) -> None:  # [2]
-        """``left``, one-dimensional, is what was not sent of the parameter that ``part`` is."""
+        """Store ``left``, the one-dimensional unsent part of the parameter of ``part``."""
         if part.name in self.residuals:
             self.residuals[part.name].view(-1).copy_(left)
         else:
             self.residuals[part.name] = left.clone().view(part.shape)
 
     def pieces(self) -> list[Piece]:
-        """Residuals, as state of this rank alone."""
+        """Residuals, as state of this rank only."""
         held = self.residuals.items()
         return [rank_piece(f"{name}{SLOT}", tensor, self.place) for name, tensor in held]
 
     def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Replace all residuals, several of a parameter added up; the others are returned."""
+        """Replace all residuals, summing several of one parameter; return the other pieces."""
         found: dict[str, Tensor] = {}
         rest = []
         for piece in pieces:
@@ -82,7 +82,7 @@ class Feedback:
 
 
 def successor(name: str, saved: int, place: int, ranks: int) -> bool:
-    """Whether rank ``place`` of ``ranks`` goes on from state that one of ``saved`` ranks left.
+    """Whether rank ``place`` of ``ranks`` resumes state of one of ``saved`` ranks.
 
     Residuals are all taken, each by one; of what all have alike each takes the first rank's.
     """

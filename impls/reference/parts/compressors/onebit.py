@@ -1,4 +1,4 @@
-"""1-bit: signs with a magnitude, and what both ways lose is remembered on both ends.
+"""1-bit compression: signs with a magnitude, and residuals on both sides.
 
 Problem.  A vote forgets by how much.  Here the rank that serves an element adds up what the others
 sent, magnitudes and all, and sends the sign of the sum with a magnitude of its own.  So the sum is
@@ -50,11 +50,11 @@ class OneBit(Signs):
         self.served: dict[str, Piece] = {}  # what this rank did not send back, by parameter
 
     def magnitude(self, values: Tensor) -> Tensor:  # [1]
-        """That of equal elements with the same norm; 0 where there are none."""
+        """The magnitude of equal elements with the same norm; 0 if there are none."""
         return values.norm() / math.sqrt(max(values.numel(), 1))
 
     def serve(self, one: Served, signs: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:  # [3]
-        """The sum with what was lost before; its signs and magnitude are sent."""
+        """Add the earlier residual to the sum; send its signs and magnitude."""
         total = fold(signs * sizes.unsqueeze(1), sizes.dtype)
         self.add_lost(one.part.name, total)
         size = self.magnitude(total)
@@ -63,22 +63,22 @@ class OneBit(Signs):
         return plus, size
 
     def add_lost(self, name: str, total: Tensor) -> None:
-        """Add what was not sent back before."""
+        """Add the part that was not sent back before."""
         if name in self.served:
             total += self.served[name].tensor
 
     def lose(self, one: Served, left: Tensor) -> None:
-        """Remember what is not sent back now."""
+        """Store the part that is not sent back now."""
         span = (one.elements.start, one.elements.stop)
         name, shape = f"{one.part.name}{SLOT}", one.part.shape
         self.served[one.part.name] = Piece(name, shape, left, flat_range=span)
 
     def pieces(self) -> list[Piece]:
-        """Residuals of the worker, and of the server its parts of tensors that all share."""
+        """Residuals of the worker, and the server's residuals as parts of shared tensors."""
         return super().pieces() + list(self.served.values())
 
     def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Both; of a whole server residual the part that this rank serves."""
+        """Load both; of a whole server residual, the part that this rank serves."""
         rest = []
         self.served = {}
         for piece in super().load_pieces(pieces):
@@ -89,7 +89,7 @@ class OneBit(Signs):
         return rest
 
     def own_part(self, piece: Piece) -> Piece:
-        """What this rank serves of ``piece``, which is that or the whole."""
+        """The part of ``piece`` that this rank serves; ``piece`` is that part or the whole."""
         span = piece.flat_range
         if span is None:
             whole = Part(piece.name, piece.global_shape, 0, piece.tensor.numel(), 0)

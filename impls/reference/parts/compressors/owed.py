@@ -1,4 +1,4 @@
-"""Who is left alone has nobody to send to, and pays what it owes.
+"""Reductions of a single member: nothing is sent, and its residuals are applied.
 
 Of a group that compresses, one member may be all that stays.  What it has not sent so far is added
 to its next gradients; from then on it owes nothing, until there are others again.
@@ -15,7 +15,7 @@ from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
 
 
 class Owed(Reducer):
-    """Sums of one."""
+    """Sums of one rank."""
 
     slots = ("residual",)
 
@@ -23,16 +23,16 @@ class Owed(Reducer):
         self.feedback = Feedback(0, 1)
 
     def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        """The gradients, and what was owed of them."""
+        """Add the residuals to the gradients."""
         self.feedback.add_to(bucket)
         for name in bucket.names:
             self.feedback.residuals.pop(name, None)
         return super().all_reduce(bucket, comm)
 
     def pieces(self) -> list[Piece]:
-        """What is owed."""
+        """The residuals."""
         return self.feedback.pieces()
 
     def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Owe what ``pieces`` say."""
+        """Load residuals from ``pieces``."""
         return self.feedback.load_pieces(pieces)

@@ -1,4 +1,4 @@
-"""PowerSGD: matrices of low rank, by a step of the power method in every step of training.
+"""PowerSGD: low-rank matrices, by one power iteration per training step.
 
 Problem.  The gradient of a matrix is nearly of low rank: r directions hold most of it.  A
 decomposition that finds them costs more than it saves.  So the directions of the last step are
@@ -53,7 +53,7 @@ class PowerSGD(Compressor):
         self.factors: dict[str, Tensor] = {}  # Q of the last step, by parameter
 
     def start(self, bucket: Bucket, comm: Comm) -> Work:
-        """Multiply, and sum P; the rest is done in the wait."""
+        """Multiply and sum P; the rest happens in the wait."""
         flat, parts, rank = bucket.flat, filled(bucket.parts), self.chosen.rank
         assert rank is not None
         shapes = {part.name: matrix(part.shape, rank) for part in parts}
@@ -97,14 +97,14 @@ class PowerSGD(Compressor):
         return Finish(summing, improve)
 
     def factor(self, part: Part, size: int, like: Tensor) -> Tensor:
-        """Q of the last step; before there is one it is drawn, the same on all ranks."""
+        """Q of the last step; the first Q is drawn, equal on all ranks."""
         if part.name in self.factors:
             return self.factors[part.name]
         drawn = first_factor(self.chosen.seed, part.name, size, like.shape[1], like.dtype)
         return drawn.to(like.device)
 
     def orthonormal(self, p: Tensor) -> Tensor:
-        """What Gram and Schmidt would make of the columns of ``p``."""
+        """Gram-Schmidt orthonormalization of the columns of ``p``."""
         q, r = torch.linalg.qr(p)
         # Householder's signs hang on the first row, which may be zero: a column could turn round.
         return q * torch.where(r.diagonal() < 0, -1.0, 1.0).to(q.dtype)
@@ -119,19 +119,19 @@ class PowerSGD(Compressor):
             self.factors[part.name] = q.clone()
 
     def keep_low(self, low: Sequence[Part], left: Tensor) -> None:
-        """Residuals of matrices alone: of all else nothing is left."""
+        """Keep residuals of matrices only; other tensors have none."""
         if self.chosen.feeds_back:
             for part in low:
                 self.feedback.keep(part, part.of_shard(left))
 
     def pieces(self) -> list[Piece]:
-        """Residuals, and factors, a copy of each rank's own."""
+        """Residuals, and each rank's own copy of the factors."""
         held = self.factors.items()
         own = [rank_piece(f"{name}{SLOT}", tensor, self.place) for name, tensor in held]
         return super().pieces() + own
 
     def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Both; of factors any rank's will do."""
+        """Load both; any rank's factors are valid."""
         rest = []
         self.factors = {}
         for piece in super().load_pieces(pieces):
@@ -144,7 +144,7 @@ class PowerSGD(Compressor):
 
 
 def matrix(shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Rows, columns and rank of what a parameter is compressed as; ``()``: it is not."""
+    """Rows, columns and rank of a parameter's matrix; ``()`` if it is not compressed."""
     if len(shape) < 2:
         return ()
     n1, n2 = shape[0], math.prod(shape[1:])
@@ -153,12 +153,12 @@ def matrix(shape: Sequence[int], rank: int) -> tuple[int, ...]:
 
 
 def slices(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Consecutive views of ``flat`` of these sizes, and what remains."""
+    """Consecutive views of ``flat`` with these sizes, and the remainder."""
     return list(flat.split([*sizes, flat.numel() - sum(sizes)]))
 
 
 def rows(flat: Tensor, lengths: Sequence[int], columns: Sequence[int]) -> list[Tensor]:
-    """Consecutive views of ``flat`` as matrices of so many rows and columns."""
+    """Consecutive views of ``flat`` as matrices with these rows and columns."""
     sizes = [n * r for n, r in zip(lengths, columns, strict=True)]
     *views, _ = slices(flat, sizes)
     return [view.view(n, r) for view, n, r in zip(views, lengths, columns, strict=True)]

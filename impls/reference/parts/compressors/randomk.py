@@ -1,4 +1,4 @@
-"""Random-k: elements that all ranks draw alike.
+"""Random-k: elements that all ranks draw equally.
 
 Problem.  Top-k needs indices, and an all-gather whose bytes grow with the number of ranks.  If all
 ranks send the same elements, no index is needed, and values can be summed on their way.  Which
@@ -34,10 +34,10 @@ from shardproof.impls.reference.parts.reducers import Bucket, Work
 
 
 class RandomK(Compressor):
-    """Sends the share ``chosen.density`` of every parameter, drawn by ``chosen.seed`` and step."""
+    """Send the share ``chosen.density`` of every parameter, drawn by ``chosen.seed`` and step."""
 
     def start(self, bucket: Bucket, comm: Comm) -> Work:
-        """Draw, sum."""
+        """Draw and sum."""
         flat, parts = bucket.flat, filled(bucket.parts)
         if not parts:
             return Finish((), lambda: None)
@@ -65,5 +65,5 @@ class RandomK(Compressor):
         return mask(self.chosen.seed, step, part.name, part.numel, self.chosen.density)
 
     def factor(self, numel: int, number: int) -> float:
-        """What makes up for elements that are not sent."""
+        """The factor that corrects for unsent elements."""
         return 1.0 if self.chosen.feeds_back else numel / number

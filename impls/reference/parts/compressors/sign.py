@@ -32,14 +32,14 @@ from shardproof.impls.reference.parts.compressors.signs import Served, Signs
 
 
 class Sign(Signs):
-    """Majority vote."""
+    """Majority vote of signs."""
 
     tells_magnitudes = False
 
     def magnitude(self, values: Tensor) -> Tensor:
-        """The mean."""
+        """The mean magnitude."""
         return values.abs().mean()
 
     def serve(self, one: Served, signs: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Where most say plus, and the sum of all magnitudes, which every rank knows."""
+        """The majority sign, and the sum of all magnitudes, which every rank knows."""
         return signs.sum(0) >= 0, fold(sizes, sizes.dtype)  # [1], [2]

@@ -1,4 +1,4 @@
-"""One bit an element on both ways: what sign and onebit have in common.
+"""One bit per element in both directions: the common part of sign and onebit.
 
     over 3 ranks   [1] all-gather    the magnitude of each parameter, of every rank
                    [2] all-to-all    signs, 8 in a byte: rank r gets those that it serves
@@ -38,8 +38,8 @@ BITS = 8
 
 @dataclass(frozen=True)
 class Served:
-    """``elements`` of a parameter that one rank serves, and where their ``bytes`` lie among those
-    of the parameter.
+    """``elements`` of a parameter that one rank serves, and the position of their ``bytes`` among
+    the parameter's.
     """
 
     part: Part
@@ -48,20 +48,20 @@ class Served:
 
 
 def served(part: Part, ranks: int) -> list[Served]:
-    """What each of ``ranks`` serves of a parameter."""
+    """The part of a parameter that each of ``ranks`` serves."""
     n, parts = part.numel, cut(range(-(-part.numel // BITS)), ranks)
     ends = [(min(BITS * b.start, n), min(BITS * b.stop, n)) for b in parts]
     return [Served(part, range(*span), b) for span, b in zip(ends, parts, strict=True)]
 
 
 class Signs(Compressor):
-    """Sends signs and magnitudes to the ranks that serve them, and gets theirs."""
+    """Send signs and magnitudes to the ranks that serve them, and receive theirs."""
 
     #: Whether a server's magnitudes are its own, so that it must send them.
     tells_magnitudes: ClassVar[bool]
 
     def start(self, bucket: Bucket, comm: Comm) -> Work:
-        """Send to servers; they answer in the wait."""
+        """Send to the servers; they answer in the wait."""
         flat, parts = bucket.flat, filled(bucket.parts)
         if not parts:
             return Finish((), lambda: None)
@@ -115,17 +115,17 @@ class Signs(Compressor):
 
     @abstractmethod
     def magnitude(self, values: Tensor) -> Tensor:
-        """What the signs of a parameter's ``values`` are multiplied by: one number."""
+        """The one number by which the signs of a parameter's ``values`` are multiplied."""
 
     @abstractmethod
     def serve(self, one: Served, signs: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Which signs are sent back as plus, and the magnitude that goes with them.
+        """The signs sent back as plus, and their magnitude.
 
         ``signs`` are +1 or -1, a row for each rank, ``sizes`` the magnitudes of the ranks.
         """
 
     def tell(self, sizes: Sequence[Tensor], given: Tensor, comm: Comm) -> Tensor:
-        """Magnitudes of the answers: a row for each server, a column for each parameter."""
+        """Magnitudes of the answers: one row per server, one column per parameter."""
         own = torch.stack(list(sizes))
         if not self.tells_magnitudes:
             return own.expand(comm.size, len(own))
@@ -140,7 +140,7 @@ def is_plus(values: Tensor, size: Tensor) -> Tensor:
 
 
 def pack(plus: Tensor) -> Tensor:
-    """Signs, one-dimensional and true for plus, 8 in a byte, the first in the lowest bit."""
+    """Signs, one-dimensional and true for plus, 8 per byte, the first in the lowest bit."""
     length = -(-plus.numel() // BITS)
     bits = torch.zeros(length * BITS, dtype=torch.uint8, device=plus.device)
     bits[: plus.numel()] = plus

@@ -1,4 +1,4 @@
-"""Top-k: the values of largest magnitude, and where they belong.
+"""Top-k: the values of largest magnitude and their positions.
 
 Problem.  Most elements of a gradient are small.  So each rank sends only the largest ones of every
 parameter, with their signs.  Ranks choose different elements, so there is no sum to be reduced:
@@ -36,10 +36,10 @@ from shardproof.impls.reference.parts.reducers import Bucket, Work
 
 
 class TopK(Compressor):
-    """Sends the share ``chosen.density`` of every parameter, by magnitude."""
+    """Send the share ``chosen.density`` of every parameter, by magnitude."""
 
     def start(self, bucket: Bucket, comm: Comm) -> Work:
-        """Choose, gather."""
+        """Choose and gather."""
         flat, parts = bucket.flat, filled(bucket.parts)
         if not parts:
             return Finish((), lambda: None)
@@ -71,13 +71,15 @@ class TopK(Compressor):
         return Finish(works, add_up)
 
     def choose(self, values: Tensor, number: int) -> Tensor:  # [1]
-        """Indices of the ``number`` largest of ``values`` by magnitude; signs travel with them."""
+        """Indices of the ``number`` values of largest magnitude; values keep their signs."""
         return values.abs().topk(number, sorted=False).indices
 
     def order(self, comm: Comm) -> Iterable[int]:
-        """In which what the ranks sent is added: the same on all, or last bits would differ."""
+        """The order in which the ranks' values are added: equal on all ranks, so that last bits
+        agree.
+        """
         return range(comm.size)
 
     def begin(self, part: Part) -> int:
-        """What indices of a parameter count from: where it lies in the bucket."""
+        """The offset of a parameter's indices: its position in the bucket."""
         return part.offset
