@@ -41,7 +41,7 @@ class Adapter(Implementation):
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Put ``model`` under the system; what is to be called in training."""
+        """Put ``model`` under the system; return the callable for training."""
 
     def setup(
         self,
@@ -51,7 +51,7 @@ class Adapter(Implementation):
         mesh: Mesh,
         options: Options,
     ) -> None:
-        """Build, load where there is a state, wrap, make the optimizer."""
+        """Build, load a given state, wrap, and make the optimizer."""
         self.build, self.spec, self.mesh, self.options = build, optimizer, mesh, options
         self.model = build(mesh.device)
         if state is not None:
@@ -69,7 +69,9 @@ class Adapter(Implementation):
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """torch's, with a group for each of the case's; :meth:`set_rates` wants ``lr_scale``."""
+        """torch's optimizer, with a group for each of the case's; :meth:`set_rates` needs
+        ``lr_scale``.
+        """
         named, decay = self.trained(), self.spec.weight_decay
         groups = [
             {
@@ -108,25 +110,25 @@ class Adapter(Implementation):
         return StepResult(loss=sum(losses[1:], losses[0].to(losses[-1].dtype)), norm=norm)
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
-        """Around the forward and backward of a micro-batch."""
+        """The context of the forward and backward of a micro-batch."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Of one micro-batch."""
+        """Run the backward of one micro-batch."""
         loss.backward()
 
     def reduce(self) -> None:
-        """After the last backward: nothing, where the system reduces in it."""
+        """Reduce after the last backward; nothing to do if the system reduces during it."""
 
     def clip(self, limit: float) -> Tensor:
-        """torch's own clipping; the norm before."""
+        """Clip with torch; return the norm before."""
         norm = nn.utils.clip_grad_norm_(self.trained().values(), limit, foreach=False)
         whole = getattr(norm, "full_tensor", None)
         return norm if whole is None else whole()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """The loss of the module as built, in evaluation mode."""
+        """The loss of the original module in evaluation mode."""
         self.model.eval()
         try:
             micro_batches = batch.micro_batches
@@ -140,7 +142,7 @@ class Adapter(Implementation):
         return [self.piece(name, tensor.detach()) for name, tensor in self.held(kind)]
 
     def held(self, kind: Kind) -> Iterable[tuple[str, Tensor]]:
-        """Name and tensor, or ``DTensor``, of everything of ``kind``."""
+        """Name and tensor, or ``DTensor``, of all state of ``kind``."""
         if kind == "parameters":
             return self.named.items()
         if kind == "buffers":
@@ -153,7 +155,7 @@ class Adapter(Implementation):
         return [(name, torch.as_tensor(value)) for name, value in slots if value is not None]
 
     def piece(self, name: str, tensor: Tensor) -> Piece:
-        """A copy of this rank's own, or the part of a ``DTensor`` that it has."""
+        """A rank's own copy, or its part of a ``DTensor``."""
         from torch.distributed.tensor import DTensor, Replicate
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

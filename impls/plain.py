@@ -1,4 +1,4 @@
-"""The control: ordinary training on one device, written without any shared piece.
+"""The control: ordinary training on one device, without any shared part.
 
 If the judge fails this one, the judge is wrong.
 
@@ -115,7 +115,7 @@ class Plain(Implementation):
         return StepResult(loss=total, norm=norm)
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """Everything, whole."""
+        """Everything, as whole tensors."""
         return [Piece.whole(name, t.detach()) for name, t in self._named(kind).items()]
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:

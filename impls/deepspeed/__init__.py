@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO stages, judged as they ship (extra ``deepspeed``)."""
+"""DeepSpeed's ZeRO stages, unmodified (extra ``deepspeed``)."""

@@ -33,7 +33,9 @@ _UNIVERSAL = "_universal"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """``format``: what ``save`` writes and ``load`` reads.  ``keep``: how many of a run's stay."""
+    """``format``: the format that ``save`` writes and ``load`` reads. ``keep``: the number of a
+    run's checkpoints to keep.
+    """
 
     format: Literal["deepspeed", "universal"] = "deepspeed"
     keep: int = 2
@@ -43,12 +45,12 @@ class Checkpoints:
 
     @property
     def section(self) -> dict[str, Any]:
-        """Of the JSON form."""
+        """The section of the JSON form."""
         return {"checkpoint": {"load_universal": self.format == "universal"}}
 
 
 def offered(chosen: Checkpoints, partitions: bool) -> tuple[str, ...]:
-    """The formats of a system whose optimizer state lies in ``partitions``.
+    """The formats of a system with optimizer state in ``partitions``.
 
     :raises Refused: the one that was chosen is not among them.
     """
@@ -69,18 +71,18 @@ class Saved:
 
 
 class Saves(Implementation):
-    """An adapter around an engine that can save."""
+    """An adapter for an engine that can save."""
 
     engine: Any
     comm: Comm
     checkpoints: Checkpoints
 
     def launched(self) -> AbstractContextManager[None]:
-        """The environment as DeepSpeed's launcher would leave it."""
+        """The environment that DeepSpeed's launcher would set."""
         raise NotImplementedError
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """As DeepSpeed documents it, under a tag of the step; a collective call."""
+        """Save as DeepSpeed documents it, under a tag named after the step; a collective call."""
         tag = f"step-{self.engine.global_steps:08}"
         state = {
             "extra": json.dumps(extra),
@@ -101,7 +103,7 @@ class Saves(Implementation):
             raise RuntimeError(f"rank 0 could not finish the checkpoint {tag}: {failure}")
 
     def load(self, path: Path) -> Mapping[str, Any]:
-        """What DeepSpeed calls the latest of a root, or one checkpoint of it."""
+        """Load the checkpoint that DeepSpeed calls the latest of a root, or a given one."""
         is_root = any((path / name).is_file() for name in ("latest", f"latest{_UNIVERSAL}"))
         place, tag = (path, None) if is_root else (path.parent, path.name)
         with self.launched():
@@ -115,7 +117,7 @@ class Saves(Implementation):
 
 
 def make_universal(folder: Path) -> None:
-    """Convert the checkpoint ``folder`` into one beside it, by DeepSpeed's own script."""
+    """Convert the checkpoint ``folder`` into a new one next to it, with DeepSpeed's own script."""
     from deepspeed.checkpoint import ds_to_universal
 
     ds_to_universal.main(
@@ -132,7 +134,7 @@ def make_universal(folder: Path) -> None:
 
 
 def retire(root: Path, keep: int) -> None:
-    """Remove the folders of all steps but the newest ``keep``."""
+    """Remove the folders of all steps except the newest ``keep``."""
     steps = sorted({path.name.removesuffix(_UNIVERSAL) for path in root.glob("step-*")})
     for name in steps[:-keep]:
         for path in (root / name, root / (name + _UNIVERSAL)):

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 sends and holds in fp32, and what ZeRO's paper says.
+"""The bytes of DeepSpeed 0.19.8 in fp32, compared with ZeRO's paper.
 
     stage    sent in a step, times (N-1) Psi           the paper's      where the rest comes from
     0        2                                         2                -
@@ -41,10 +41,10 @@ _PAPER = "ZeRO (arXiv 1910.02054) section VII"
 
 
 class _DeepSpeed(Single):
-    """What the four stages share: bytes that differ between points."""
+    """The common part of the four stages: bytes that differ between points."""
 
     def held(self, kind: str) -> int:
-        """As every promise; of what passes, the bytes at ``gradients_final``."""
+        """The promised bytes; of temporary ones, those at ``gradients_final``."""
         last, ranks = self.facts.steps - 1, range(self.facts.world)
         final = [self.at_point(rank, "gradients_final", last) for rank in ranks]
         sizes = [held[kind] for held in final if kind in held]
@@ -52,7 +52,7 @@ class _DeepSpeed(Single):
 
 
 class DeepSpeedZero0(_DeepSpeed):
-    """Whole copies: 2 (N-1) Psi, and one number where gradients are clipped.
+    """Whole copies: 2 (N-1) Psi, and one number if gradients are clipped.
 
     Parameters without a gradient get zeros.
     """
@@ -64,19 +64,19 @@ class DeepSpeedZero0(_DeepSpeed):
     )
 
     def flows(self) -> list[Flow]:
-        """One all-reduce, or more for more than 500 million elements; the norm."""
+        """One all-reduce, several beyond 500 million elements, and the norm."""
         facts = self.facts
         whole = [sum(t.nbytes for t in facts.trainable)]
         norm = [FP32] if facts.clipped else []
         return [f.in_any_calls() for f in flow(facts, facts.group(), "all_reduce", whole + norm)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Bytes by class, without gradients: the engine keeps them in its own buffers."""
+        """Bytes by class, without gradients, which the engine keeps in its own buffers."""
         held = super().resident(rank, step, updated)
         return {kind: size for kind, size in held.items() if kind != "gradients"}
 
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
-        """All gradients until the update, which lets go of them."""
+        """All gradients until the update, which frees them."""
         whole = sum(t.nbytes for t in self.facts.trainable)
         return {"gradients": 0 if point == "after_update" else whole}
 
@@ -88,7 +88,9 @@ class _Sharded(_DeepSpeed):
         """Bytes of optimizer state on a rank, by parameter group."""
 
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
-        """The first update makes state group by group; ``after_clip`` is before the last one's."""
+        """The first update creates state group by group; ``after_clip`` comes before the last
+        one's.
+        """
         early = point == "after_clip" and updated < 0
         return {"optimizer_state": sum(self.states[:-1])} if early else {}
 
@@ -137,12 +139,12 @@ class DeepSpeedZero1(_Sharded):
 
     @property
     def states(self) -> list[int]:
-        """Slots over the partition, padding included, and one step counter."""
+        """Slots over the partition, including padding, and one step counter."""
         each, counter = slots(self.facts), counter_bytes(self.facts)
         return [each * FP32 * count // self.ranks + counter for count in self.padded]
 
     def flows(self) -> list[Flow]:
-        """Calls and bytes of one step, in the way that the options choose."""
+        """Calls and bytes of one step under the chosen options."""
         facts, zero = self.facts, self.zero
         to_owners = (
             not zero.get("use_multi_rank_bucket_allreduce", True)
@@ -164,11 +166,11 @@ class DeepSpeedZero1(_Sharded):
         ]
 
     def fragments(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """``(tensor, elements)`` in the partition of ``rank``, padding left out."""
+        """``(tensor, elements)`` in the partition of ``rank``, without padding."""
         return [(t, n) for flat in self.flats for t, n in flat.parts(rank) if n]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Flat buffers, padding included; one step counter a group.
+        """Flat buffers, including padding; one step counter per group.
 
         Gradients of an offloaded optimizer lie in flat partitions that stay.
         """
@@ -182,7 +184,7 @@ class DeepSpeedZero1(_Sharded):
         }
 
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
-        """Whole gradients of what the partition touches; from clipping on flat partitions."""
+        """Whole gradients of tensors in the partition; flat partitions from clipping on."""
         held = super().at_point(rank, point, updated)
         if self.offloaded:
             return held
@@ -193,14 +195,14 @@ class DeepSpeedZero1(_Sharded):
         return held | {"gradients": share if self.facts.clipped else 0}
 
     def local(self, rank: int) -> Local:
-        """Elements by name: whole parameters, own fragments of everything else."""
+        """Name -> elements: whole parameters, own fragments of everything else."""
         own = {tensor.name: count for tensor, count in self.fragments(rank)}
         every = {t.name: t.numel for t in self.facts.parameters}
         return Local(every, own, own if slots(self.facts) else {})
 
 
 class DeepSpeedZero2(DeepSpeedZero1):
-    """As stage 1; every micro-batch is reduced."""
+    """Stage 1 with a reduction in every micro-batch."""
 
     strategy, textbook = "deepspeed_zero2", "zero2"
     source = (
@@ -234,22 +236,22 @@ class DeepSpeedZero3(_Sharded):
     )
 
     def shard(self, tensor: TensorFacts) -> int:
-        """Elements of one rank's part of ``tensor``, padding included."""
+        """Elements of one rank's part of ``tensor``, including padding."""
         return -(-tensor.numel // self.ranks)
 
     @property
     def traced(self) -> bool:
-        """Whether earlier steps decide what is gathered and what is kept."""
+        """Whether earlier steps decide which parameters are gathered and kept."""
         return any(self.zero.get(name) != 0 for name in self.untraced)
 
     @property
     def sharded(self) -> int:
-        """Bytes of one rank of all parameters, in fp32."""
+        """Bytes of all parameters on one rank, in fp32."""
         return FP32 * sum(self.shard(t) for t in self.facts.parameters)
 
     @property
     def trained(self) -> int:
-        """Bytes of one rank of the parameters that are trained, in fp32."""
+        """Bytes of the trained parameters on one rank, in fp32."""
         return FP32 * sum(self.shard(t) for t in self.facts.trainable)
 
     @property
@@ -259,7 +261,7 @@ class DeepSpeedZero3(_Sharded):
         return [each * sum(map(self.shard, group)) + counter for group in self.groups]
 
     def flows(self) -> list[Flow]:
-        """Two gathers and one reduction a parameter and micro-batch, norms of the groups."""
+        """Two gathers and one reduction per parameter and micro-batch, and norms of the groups."""
         facts, zero = self.facts, self.zero
         if self.traced:
             names = ", ".join(self.untraced)
@@ -286,13 +288,13 @@ class DeepSpeedZero3(_Sharded):
         return held if self.traced else {"parameters": self.sharded} | held
 
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
-        """Gradients lie in one buffer; the update copies them, group by group."""
+        """Gradients lie in one buffer, and the update copies them group by group."""
         copied = point != "gradients_final" and self.facts.clipped and not self.offloaded
         held = {"gradients": self.trained * (2 if copied else 1), "masters": self.trained}
         return super().at_point(rank, point, updated) | held
 
     def held(self, kind: str) -> int:
-        """As every stage; nothing of parameters that the trace keeps."""
+        """The promised bytes, without parameters that the trace keeps."""
         if kind in self.unjudged() and kind != "masters":
             raise NoCostModel(
                 f"deepspeed_zero3 promises no bytes of {kind}: {self.unjudged()[kind]}"
@@ -300,12 +302,12 @@ class DeepSpeedZero3(_Sharded):
         return super().held(kind)
 
     def total(self) -> int:
-        """As every stage, where parameters are promised."""
+        """The total of every stage, if parameters are promised."""
         self.held("parameters")
         return super().total()
 
     def unjudged(self) -> dict[str, str]:
-        """Parameters that the trace keeps; masters that nothing tells from other tensors."""
+        """Parameters that the trace keeps, and masters that look like other tensors."""
         reasons = {}
         if self.traced:
             names = ", ".join(self.untraced)
@@ -320,7 +322,7 @@ class DeepSpeedZero3(_Sharded):
         return reasons
 
     def local(self, rank: int) -> Local:
-        """Elements by name of the parts that ``rank`` owns."""
+        """Name -> elements of the parts that ``rank`` owns."""
         parts = {t.name: chunk(t.numel, self.ranks, rank) for t in self.facts.parameters}
         held = {name: count for name, count in parts.items() if count}
         own = {t.name: held[t.name] for t in self.facts.trainable if t.name in held}
@@ -328,7 +330,7 @@ class DeepSpeedZero3(_Sharded):
 
 
 class DeepSpeedPipeline(Pipeline):
-    """``PipelineEngine``: two fp32 losses go from the last stage to all; so does the norm's sum.
+    """``PipelineEngine``: the last stage sends two fp32 losses to all, and the norm is summed.
 
     Gradients of a tied parameter are all-reduced over the ranks of its two stages.
     """
@@ -340,7 +342,7 @@ class DeepSpeedPipeline(Pipeline):
     )
 
     def flows(self) -> list[Flow]:
-        """Messages between stages, and the engine's own calls along them."""
+        """Messages between stages, and the engine's own calls for them."""
         facts, along = self.facts, cutting("layers")
         messages = [f for f in super().flows() if f.operation in ("send", "recv")]
         norm = [FP32] if facts.clipped else []
@@ -357,16 +359,16 @@ class DeepSpeedPipeline(Pipeline):
         ]
 
     def metadata_bytes(self) -> int:
-        """``_send_tensor_meta``, ahead of every activation if shapes are dynamic."""
+        """``_send_tensor_meta``, before every activation if shapes are dynamic."""
         activations = len(list(self.messages())) // 2
         return activations * META_BYTES if self.facts.option("dynamic_shape", False) else 0
 
     def tied_messages(self) -> Iterator[StageMessage]:
-        """None: they are all-reduced."""
+        """None, because they are all-reduced."""
         return iter(())
 
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
-        """The update lets go of gradients."""
+        """The update frees gradients."""
         return {"gradients": 0} if point == "after_update" else {}
 
     #: Buffers of received activations and gradients stay in the engine.

@@ -1,4 +1,4 @@
-"""What the four stages share: one ``DeepSpeedEngine``, driven step by step.
+"""The common part of the four stages: one ``DeepSpeedEngine``, driven step by step.
 
     set-up   rank 0 loads the initial state; DeepSpeed broadcasts parameters, this adapter buffers
              torch's optimizer is handed over: DeepSpeed's own compile C++ at their first use
@@ -83,7 +83,7 @@ if importlib.util.find_spec("deepspeed") is not None:
 
 
 class Engine(Saves):
-    """The adapter's frame; stages fill in where gradients and optimizer state lie."""
+    """The frame of the adapter; stages define where gradients and optimizer state lie."""
 
     stage: ClassVar[int]
     axis: ClassVar[str] = "shard"
@@ -137,11 +137,11 @@ class Engine(Saves):
         self.observe: Observe | None = None
 
     def launched(self) -> contextlib.AbstractContextManager[None]:
-        """The environment as DeepSpeed's launcher would leave it, for the time of a call."""
+        """The environment that DeepSpeed's launcher would set, for the time of a call."""
         return environment(LOCAL_RANK=str(self.rank), LOCAL_SIZE=str(self.world))
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Torch's optimizer over whole parameters; DeepSpeed puts its partitions in their place."""
+        """Torch's optimizer over whole parameters, which DeepSpeed replaces with its partitions."""
         groups = unnamed_groups(param_groups(self.spec, self.trainable))
         return build_optimizer(self.spec, groups)
 
@@ -208,23 +208,23 @@ class Engine(Saves):
 
     @abstractmethod
     def norm(self) -> Tensor:
-        """The global norm before clipping, as the engine found it."""
+        """The global norm before clipping, as the engine computed it."""
 
     @abstractmethod
     def gradients(self) -> Iterator[Piece]:
-        """What this rank holds of the running step's gradients."""
+        """This rank's part of the running step's gradients."""
 
     @abstractmethod
     def slots(self) -> Iterator[Piece]:
-        """What this rank holds of optimizer state."""
+        """This rank's part of optimizer state."""
 
     def parameters(self) -> Iterator[Piece]:
-        """What this rank holds of parameters: all of them, whole."""
+        """This rank's parameters: all of them, whole."""
         for name, parameter in self.module.named_parameters():
             yield Piece.whole(name, parameter.detach(), replica=self.comm.rank)
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """Pieces out of the engine's own partitions, without communication."""
+        """Pieces from the engine's own partitions, without communication."""
         if kind == "buffers":
             named = self.module.named_buffers()
             return [Piece.whole(n, b.detach(), replica=self.comm.rank) for n, b in named]
@@ -257,5 +257,5 @@ class Engine(Saves):
         return torch.stack(shares).sum() if shares else torch.zeros(())
 
     def close(self) -> None:
-        """The engine's own end."""
+        """Close the engine."""
         self.engine.destroy()

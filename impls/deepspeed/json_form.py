@@ -1,4 +1,4 @@
-"""DeepSpeed's own JSON form as options, with everything refused that DeepSpeed would ignore.
+"""DeepSpeed's own JSON form as options; every key that DeepSpeed would ignore is refused.
 
 A scenario gives what would stand in ``ds_config.json``::
 
@@ -55,7 +55,7 @@ STAGES: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Offload:
-    """``offload_optimizer`` or ``offload_param``: what rests in host memory."""
+    """``offload_optimizer`` or ``offload_param``: state that rests in host memory."""
 
     device: Literal["none", "cpu"] = "none"
     pin_memory: bool = True
@@ -157,7 +157,7 @@ def parse(options: Mapping[str, Any], stage: int) -> ZeroOptimization:
 
 
 def checkpoints(options: Mapping[str, Any]) -> Checkpoints:
-    """The option ``checkpoint``, which is this suite's form of the section of that name."""
+    """The option ``checkpoint`` in this suite's form of the section of that name."""
     given = {key: value for key, value in options.items() if key == "checkpoint"}
     return parse_options(Saved, given).checkpoint
 
@@ -167,7 +167,7 @@ def _users(key: str) -> tuple[int, ...]:
 
 
 def section(options: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """``zero_optimization`` as DeepSpeed is handed it: what was given, and the stage.
+    """``zero_optimization`` for DeepSpeed: the given keys, and the stage.
 
     Sizes become integers: DeepSpeed takes ``5e8`` there as well.
     """

@@ -1,4 +1,4 @@
-"""Stages whose optimizer runs on flat partitions, and where stages 1 and 2 keep theirs."""
+"""Stages whose optimizer runs on flat partitions, and the partitions of stages 1 and 2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Partitioned(Engine):
         mesh: Mesh,
         options: Mapping[str, Any],
     ) -> None:
-        """As every stage; the update of each group is watched."""
+        """Set up like every stage, and observe the update of each group."""
         super().setup(build, state, optimizer, mesh, options)
         self.clipped: dict[int, Tensor] = {}
         self.torch_optimizer.register_step_pre_hook(self._before_update)
@@ -37,12 +37,15 @@ class Partitioned(Engine):
 
     @abstractmethod
     def fragments(self) -> Iterator[tuple[str, int, int, int, int]]:
-        """What this rank updates: (name, number of the flat, start in it, start in the parameter,
-        elements)."""
+        """The parts that this rank updates: (name, number of the flat, start in it, start in the
+        parameter, elements).
+        """
 
     def final_gradient(self, number: int, at: int, count: int) -> Tensor:
-        """What DeepSpeed will flatten for the ``count`` elements from ``at`` of partition
-        ``number``; of an offloaded optimizer they lie in the partition's gradient already."""
+        """The gradient that DeepSpeed will flatten for the ``count`` elements from ``at`` of
+        partition ``number``; with an offloaded optimizer it already lies in the partition's
+        gradient.
+        """
         if self.zero.offloads_optimizer:
             gradient = self.flats()[number].grad
             assert gradient is not None
@@ -54,17 +57,17 @@ class Partitioned(Engine):
         return gradient.reshape(-1).narrow(0, 0, count)
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
-        """As every stage; clipped gradients are kept until its end."""
+        """Step like every stage, but keep clipped gradients until the end."""
         result = super().step(batch, observe)
         self.clipped = {}
         return result
 
     def norm(self) -> Tensor:
-        """DeepSpeed keeps it for ``get_global_grad_norm``."""
+        """The norm that DeepSpeed keeps for ``get_global_grad_norm``."""
         return torch.as_tensor(float(self.zero_optimizer._global_grad_norm))
 
     def _before_update(self, *_: Any) -> None:
-        """Called once a group; its flat gradient has been clipped by then."""
+        """Called once per group, after its flat gradient has been clipped."""
         if self.observe is None:
             return
         flats = self.flats()
@@ -77,7 +80,7 @@ class Partitioned(Engine):
             observe("after_clip")
 
     def gradients(self) -> Iterator[Piece]:
-        """Fragments of the flat gradients: as reduced, or as clipped once that is known."""
+        """Fragments of the flat gradients: as reduced, or as clipped once known."""
         for name, number, at, start, count in self.fragments():
             if self.clipped:
                 gradient = self.clipped[number].narrow(0, at, count)
@@ -86,7 +89,7 @@ class Partitioned(Engine):
             yield self.piece(name, name, gradient, start)
 
     def slots(self) -> Iterator[Piece]:
-        """Fragments of the optimizer's state; a number per partition is given whole."""
+        """Fragments of the optimizer's state; one number per partition is whole."""
         flats = self.flats()
         for name, number, at, start, count in self.fragments():
             for slot, value in self.torch_optimizer.state.get(flats[number], {}).items():
@@ -112,7 +115,7 @@ class FlatPartitions(Partitioned):
         return list(self.zero_optimizer.single_partition_of_fp32_groups)
 
     def fragments(self) -> Iterator[tuple[str, int, int, int, int]]:
-        """From DeepSpeed's own mapping."""
+        """The fragments of DeepSpeed's own mapping."""
         for name, parameter in self.trainable.items():
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:

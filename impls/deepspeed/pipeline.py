@@ -87,14 +87,14 @@ class Options(Saved):
 
 
 class Layer(nn.Module):
-    """What DeepSpeed takes a stage for."""
+    """The layer that DeepSpeed sees in place of a stage."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.part = part
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """Inputs or hidden states in, hidden states or outputs out."""
+        """Map inputs or hidden states to hidden states or outputs."""
         output: Tensor = self.part(tensor)
         return output
 
@@ -130,7 +130,9 @@ class DeepSpeedPipeline(Saves):
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
-        """DeepSpeed's ``TrainSchedule`` computes as 1F1B does, for any number of micro-batches."""
+        """DeepSpeed's ``TrainSchedule``, which computes like 1F1B for any number of
+        micro-batches.
+        """
         parse_options(Options, options)
         return one_f_one_b(ranks, micro_batches)
 
@@ -142,7 +144,7 @@ class DeepSpeedPipeline(Saves):
         mesh: Mesh,
         options: Mapping[str, Any],
     ) -> None:
-        """Build, load, cut; the engine over all ranks."""
+        """Build, load and cut the model; make the engine over all ranks."""
         self.options = parse_options(Options, options)
         self.checkpoints = self.options.checkpoint
         if optimizer.scaler is not None:
@@ -172,11 +174,11 @@ class DeepSpeedPipeline(Saves):
             self.engine = self.make_engine()
 
     def launched(self) -> contextlib.AbstractContextManager[None]:
-        """The environment as DeepSpeed's launcher would leave it, for the time of a call."""
+        """The environment that DeepSpeed's launcher would set, for the time of a call."""
         return environment(LOCAL_RANK=str(self.comm.rank), LOCAL_SIZE=str(self.comm.size))
 
     def make_engine(self) -> Any:
-        """DeepSpeed's engine around a pipeline of one layer a stage."""
+        """DeepSpeed's engine for a pipeline with one layer per stage."""
         engine.deepspeed.init_distributed(
             dist_backend="gloo", auto_mpi_discovery=False, dist_init_required=False, verbose=False
         )
@@ -209,7 +211,7 @@ class DeepSpeedPipeline(Saves):
         return made
 
     def layer(self, stage: int) -> Any:
-        """What stands for ``stage`` in the list of layers."""
+        """The entry for ``stage`` in the list of layers."""
         own = stage == self.comm.rank
         if stage in self.tied:
             names = [f"part.{name}" for name in self.tied[stage]]
@@ -242,7 +244,7 @@ class DeepSpeedPipeline(Saves):
         return call
 
     def clip(self) -> None:
-        """What ``DeepSpeedEngine.clip_fp32_gradients`` does, with the norm kept."""
+        """``DeepSpeedEngine.clip_fp32_gradients`` with the norm kept."""
         clip = engine.deepspeed.runtime.engine.clip_grad_norm_
         parameters = self.engine.module.parameters()
         norm = clip(parameters, max_norm=self.spec.clip_norm, mpu=self.engine.mpu)
@@ -251,14 +253,14 @@ class DeepSpeedPipeline(Saves):
         self.observe("after_clip")
 
     def loss(self, outputs: Tensor, number: Tensor) -> Tensor:
-        """Of micro-batch ``number`` (shape ``(1,)``), times what the engine divides by."""
+        """The loss of micro-batch ``number`` (shape ``(1,)``), times the engine's divisor."""
         loss = self.build.loss(outputs, self.micro_batches[int(number)])
         return loss * len(self.micro_batches)
 
     # ----------------------------------------------------------------------------------- the step
 
     def load_batch(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and number of every micro-batch, for an engine that is ready for them."""
+        """Inputs and number of every micro-batch, when the engine is ready for them."""
         if len(batch.windows) != 1:
             raise Refused(f"step {batch.step}: {len(batch.windows)} windows; {ONE_WINDOW}")
         shapes = sorted({tuple(micro.inputs.shape) for micro in batch.micro_batches})
@@ -277,7 +279,7 @@ class DeepSpeedPipeline(Saves):
         return iter(list(zip(inputs, numbers, strict=True)))
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
-        """All of it is ``train_batch``."""
+        """Run ``train_batch``, which is the whole step."""
         data = self.load_batch(batch)
         self.observe, self.done = observe, {"F": 0, "BW": 0}
         set_learning_rate(self.torch_optimizer, self.spec, batch.step)
@@ -289,7 +291,7 @@ class DeepSpeedPipeline(Saves):
         return StepResult(loss=loss.detach().clone(), norm=self.norm if clips else None)
 
     def evaluate(self, batch: Batch) -> Tensor | None:
-        """Through the engine, which broadcasts the loss."""
+        """Evaluate with the engine, which broadcasts the loss."""
         data = self.load_batch(batch)
         try:
             with self.launched():
@@ -302,7 +304,7 @@ class DeepSpeedPipeline(Saves):
     # ------------------------------------------------------------------------------------ the state
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """What the stage holds, whole; tied parameters are copies, numbered by stage."""
+        """The whole tensors of the stage; tied parameters are copies, numbered by stage."""
         if kind == "optimizer":
             return slot_pieces(
                 self.torch_optimizer, lambda n, s, t: Piece.whole(f"{n}.{s}", t, self.copy_of(n))
@@ -319,7 +321,7 @@ class DeepSpeedPipeline(Saves):
         return sorted(self.tied).index(self.comm.rank) if name in self.shared else 0
 
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
-        """Copy into what this rank holds; optimizer slots that do not exist yet are made."""
+        """Copy into the state of this rank; create missing optimizer slots."""
         left = copy_pieces(self.local_state(kind), pieces)
         if kind == "optimizer":
             make_slots(self.torch_optimizer, left)
@@ -328,7 +330,7 @@ class DeepSpeedPipeline(Saves):
             raise Refused(f"the stage of this rank holds no {kind} {left[0].name!r}")
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """Copies of all stages' tensors, on every rank; they travel as objects."""
+        """Copies of all stages' tensors on every rank, sent as objects."""
         own = {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
         whole: dict[str, Tensor] = {}
         for stage in self.comm.all_gather_object(own):
@@ -336,7 +338,7 @@ class DeepSpeedPipeline(Saves):
         return whole
 
     def close(self) -> None:
-        """The engine's own end."""
+        """Close the engine."""
         self.engine.destroy()
 
 
@@ -346,7 +348,7 @@ def _elsewhere(tensor: Tensor) -> Tensor:
 
 
 def tied_names(parts: Sequence[nn.Module]) -> dict[int, list[str]]:
-    """Stage -> names there of parameters that two stages share, in one order.
+    """Stage -> its names of parameters that two stages share, in a common order.
 
     Raises :class:`Refused` where they are not always the same two: a stage is one layer, and a
     ``TiedLayerSpec`` has one key.

@@ -1,4 +1,4 @@
-"""The strategies of DeepSpeed: the textbook strategy of each, and what differs.
+"""The strategies of DeepSpeed: the textbook strategy of each, and the differences.
 
 Cost models lie in ``costs.py``, which is imported when bytes are first compared.
 """

@@ -1,4 +1,4 @@
-"""DeepSpeed stage 0: data parallelism by DeepSpeed's engine, nothing sharded.
+"""DeepSpeed stage 0: data parallelism with DeepSpeed's engine, nothing sharded.
 
     what                                  where
     parameters, gradients, optimizer      every rank, whole and equal
@@ -36,13 +36,13 @@ class DeepSpeedZero0(Engine):
     features = USUAL | {"accumulation_without_communication"}
 
     def make_engine(self, module: nn.Module, options: Mapping[str, Any]) -> Any:
-        """With its clipping watched: the engine itself drops the norm."""
+        """Make the engine and observe its clipping, because it drops the norm."""
         made = super().make_engine(module, options)
         made.clip_fp32_gradients = self._clip
         return made
 
     def _clip(self) -> None:
-        """What ``DeepSpeedEngine.clip_fp32_gradients`` does, with the norm kept."""
+        """``DeepSpeedEngine.clip_fp32_gradients`` with the norm kept."""
         clip = engine.deepspeed.runtime.engine.clip_grad_norm_
         norm = clip(self.module.parameters(), max_norm=self.spec.clip_norm, mpu=self.engine.mpu)
         self._norm = norm.detach().clone()
@@ -50,17 +50,17 @@ class DeepSpeedZero0(Engine):
             self.observe("after_clip")
 
     def norm(self) -> Tensor:
-        """As ``clip_grad_norm_`` returned it."""
+        """The result of ``clip_grad_norm_``."""
         return self._norm
 
     def gradients(self) -> Iterator[Piece]:
-        """Whole, on every rank."""
+        """Whole gradients on every rank."""
         for name, parameter in self.trainable.items():
             if parameter.grad is not None:
                 yield Piece.whole(name, parameter.grad, replica=self.comm.rank)
 
     def slots(self) -> Iterator[Piece]:
-        """Whole, on every rank."""
+        """Whole slots on every rank."""
         for name, parameter in self.trainable.items():
             for slot, value in self.torch_optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-1: the optimizer's state and its fp32 master are sharded.
+"""DeepSpeed ZeRO-1: optimizer state and its fp32 masters are sharded.
 
     what                        where
     parameters                  every rank, whole, views of one flat buffer per group

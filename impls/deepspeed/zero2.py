@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-2: gradients are sharded as well.
+"""DeepSpeed ZeRO-2: gradients are sharded too.
 
     what                        where
     parameters                  every rank, whole, views of one flat buffer per group

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3: parameters are sharded as well, each parameter by itself.
+"""DeepSpeed ZeRO-3: parameters are sharded too, each one separately.
 
     what                        where
     parameters                  this rank's N-th of every parameter, flattened and padded; whole
@@ -47,7 +47,7 @@ class DeepSpeedZero3(Partitioned):
         return list(self.zero_optimizer.fp32_partitioned_groups_flat)
 
     def shards(self) -> Iterator[tuple[str, nn.Parameter, int, int]]:
-        """(name, parameter, start, elements) of every shard that holds elements of it."""
+        """(name, parameter, start, elements) of every non-empty shard."""
         for name, parameter in self.module.named_parameters():
             each = parameter.partition_numel()  # type: ignore[attr-defined]
             start = min(each * self.comm.rank, parameter.ds_numel)  # type: ignore[attr-defined]
@@ -56,13 +56,13 @@ class DeepSpeedZero3(Partitioned):
                 yield name, parameter, start, count
 
     def parameters(self) -> Iterator[Piece]:
-        """The shards, padding left out."""
+        """The shards without padding."""
         for name, parameter, start, count in self.shards():
             shard = parameter.ds_tensor  # type: ignore[attr-defined]
             yield self.piece(name, name, shard.view(-1).narrow(0, 0, count), start)
 
     def fragments(self) -> Iterator[tuple[str, int, int, int, int]]:
-        """From DeepSpeed's table of gradient positions."""
+        """The fragments of DeepSpeed's table of gradient positions."""
         for name, parameter, start, count in self.shards():
             if parameter.requires_grad:
                 key = self.zero_optimizer.get_param_id(parameter)
@@ -70,7 +70,7 @@ class DeepSpeedZero3(Partitioned):
                 yield name, number, at, start, count
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """Gathered by ``GatheredParameters``."""
+        """Whole parameters by ``GatheredParameters``."""
         if kind != "parameters":
             raise Refused(f"DeepSpeed gathers parameters only, not {kind}")
         named: Mapping[str, Any] = dict(self.module.named_parameters())

@@ -1,1 +1,1 @@
-"""Systems that people use, each an adapter under 60 lines of code: ``docs/install-extras.md``."""
+"""Public systems, each with an adapter under 60 lines of code: ``docs/install-extras.md``."""

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate on CPUs: ``Accelerator(cpu=True)``, judged as it ships.
+"""Hugging Face accelerate on CPUs: ``Accelerator(cpu=True)``, unmodified.
 
 Used: ``prepare`` of model and optimizer (torch's DDP over the default group), ``accumulate`` with
 ``gradient_accumulation_steps``, ``backward``, ``clip_grad_norm_``, the wrapped optimizer.
@@ -25,20 +25,20 @@ if importlib.util.find_spec("accelerate") is not None:
 
 
 class Accelerated(Adapter):
-    """What accelerate is asked to do, whatever its plugin."""
+    """The common use of accelerate, for any plugin."""
 
     def accelerator_arguments(self) -> dict[str, Any]:
-        """Beside ``cpu=True``."""
+        """Arguments in addition to ``cpu=True``."""
         return {}
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """``Accelerator.prepare`` of the model."""
+        """The model after ``Accelerator.prepare``."""
         with self.mesh.environment(OMP_NUM_THREADS="1"):
             self.accelerator = accelerate.Accelerator(cpu=True, **self.accelerator_arguments())
         return self.accelerator.prepare(module)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """``Accelerator.prepare`` of torch's optimizer."""
+        """torch's optimizer after ``Accelerator.prepare``."""
         return self.accelerator.prepare(super().make_optimizer())
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
@@ -49,15 +49,15 @@ class Accelerated(Adapter):
         return super().step(batch, observe)
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
-        """accelerate counts by itself."""
+        """The context of accelerate, which counts micro-batches itself."""
         return self.accelerator.accumulate(self.module)
 
     def backward(self, loss: Tensor) -> None:
-        """Divides by the number of micro-batches."""
+        """Backward of accelerate, which divides by the number of micro-batches."""
         self.accelerator.backward(loss)
 
     def clip(self, limit: float) -> Tensor:
-        """accelerate's."""
+        """Clip with accelerate."""
         return self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
 
 

@@ -22,7 +22,7 @@ from shardproof.impls.reference.engine.options import parse_options
 
 
 class AccelerateFSDP(Accelerated, PyTorchFSDP2):
-    """The adapter; pieces as of FSDP2."""
+    """The adapter; pieces like those of FSDP2."""
 
     strategy = "fsdp"
     depth: ClassVar[Depth] = "family"
@@ -35,7 +35,7 @@ class AccelerateFSDP(Accelerated, PyTorchFSDP2):
         return process_capabilities("accelerate", "wrapped_units", **usual)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
-        """No options."""
+        """The options; there are none."""
         super().parse(options, mesh)
 
     def accelerator_arguments(self) -> dict[str, Any]:
@@ -45,13 +45,13 @@ class AccelerateFSDP(Accelerated, PyTorchFSDP2):
         return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """Prepared; the names of the plain module."""
+        """The prepared model; names are those of the plain module."""
         prepared = super().shard(module)
         self.named = dict(module.named_parameters())
         return prepared
 
     def settle(self) -> None:
-        """Units stay as accelerate left them."""
+        """Leave the units as accelerate does."""
 
 
 IMPLEMENTATION = AccelerateFSDP

@@ -1,4 +1,4 @@
-"""Lightning Fabric with ``strategy="ddp"`` on CPUs, judged as it ships.
+"""Lightning Fabric with ``strategy="ddp"`` on CPUs, unmodified.
 
 Used: ``launch``, ``setup_module`` (torch's DDP over the default group), ``setup_optimizers``,
 ``no_backward_sync``, ``backward``, ``clip_gradients``.
@@ -28,10 +28,10 @@ if importlib.util.find_spec("lightning_fabric") is not None:
 
 
 class Fabricated(Adapter):
-    """What Fabric is asked to do, whatever its strategy."""
+    """The common use of Fabric, for any strategy."""
 
     def launch(self, strategy: Any) -> Any:
-        """A Fabric over all ranks, in which this process takes its place."""
+        """A Fabric over all ranks that includes this process."""
         with self.mesh.environment(OMP_NUM_THREADS="1"):
             self.fabric = lightning_fabric.Fabric(
                 accelerator="cpu",
@@ -43,19 +43,19 @@ class Fabricated(Adapter):
         return self.fabric
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Set up by Fabric."""
+        """The optimizer, set up by Fabric."""
         return self.fabric.setup_optimizers(super().make_optimizer())
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
-        """Reduce with the last micro-batch only."""
+        """Reduce in the last micro-batch only."""
         return self.fabric.no_backward_sync(self.module, enabled=not is_last)
 
     def backward(self, loss: Tensor) -> None:
-        """Fabric's."""
+        """Run Fabric's backward."""
         self.fabric.backward(loss)
 
     def clip(self, limit: float) -> Tensor:
-        """Fabric's."""
+        """Clip with Fabric."""
         norm = self.fabric.clip_gradients(self.module, self.optimizer, max_norm=limit)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 

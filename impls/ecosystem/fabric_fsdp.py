@@ -26,21 +26,21 @@ from shardproof.impls.reference.engine.options import parse_options
 
 
 class FabricFSDP(Fabricated, PyTorchFSDP2):
-    """The adapter; pieces as of FSDP2."""
+    """The adapter; pieces like those of FSDP2."""
 
     strategy = "fsdp"
     depth: ClassVar[Depth] = "family"
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """FSDP's profile, and what ``fully_shard`` declines."""
+        """FSDP's profile, without traits that ``fully_shard`` declines."""
         parse_options(NoOptions, options)
         features = ("wrapped_units", "accumulation_without_communication")
         usual = {"axes": ("shard",), "declines": Options().declines()}
         return process_capabilities("lightning_fabric", *features, **usual)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
-        """No options."""
+        """The options; there are none."""
         super().parse(options, mesh)
         self.loss_factor = float(mesh.world)
 
@@ -54,7 +54,7 @@ class FabricFSDP(Fabricated, PyTorchFSDP2):
         return wrapped
 
     def parallelize(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Blocks, then the rest."""
+        """Shard blocks, then the rest."""
         parts = [module.get_submodule(name) for name in self.build.units] + [module]
         self.sharded = [fully_shard(part, mesh=mesh["data_parallel"]) for part in parts]
         return module

@@ -1,4 +1,4 @@
-"""fairscale's ``OSS`` on top of torch's DDP, judged as it ships.
+"""fairscale's ``OSS`` with torch's DDP, unmodified.
 
 Used: ``OSS`` around torch's optimizer class; DDP with its defaults over the default group; torch's
 clipping, for every rank has all gradients (``OSS.clip_grad_norm`` would scale only what a rank
@@ -43,7 +43,7 @@ class FairscaleOSS(Whole):
         return DistributedDataParallel(module)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """torch's optimizer over what this rank owns, behind OSS."""
+        """torch's optimizer over this rank's parameters, inside OSS."""
         spec = self.spec
         groups = unnamed_groups(param_groups(spec, self.updated()))
         self.oss: Any = fairscale.optim.OSS(
@@ -52,11 +52,11 @@ class FairscaleOSS(Whole):
         return self.oss
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
-        """Reduce with the last micro-batch only."""
+        """Reduce in the last micro-batch only."""
         return nullcontext() if is_last else self.module.no_sync()  # type: ignore[operator]
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """Optimizer state of what this rank owns; the rest whole."""
+        """Optimizer state of this rank's parameters; the rest whole."""
         if kind != "optimizer":
             return super().local_state(kind)
         return [
@@ -67,7 +67,7 @@ class FairscaleOSS(Whole):
         ]
 
     def slot(self, name: str, slot: str, tensor: Tensor) -> Piece:
-        """The only copy of a slot; of a counter one of each rank's."""
+        """The only copy of a slot; of a counter, one copy per rank."""
         replica = self.mesh.rank if slot == "step" else 0
         return Piece.whole(f"{name}.{slot}", tensor, replica=replica)
 

@@ -42,12 +42,12 @@ class FairscaleShardedDDP(FairscaleOSS):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """As OSS under DDP."""
+        """The capabilities of OSS under DDP."""
         parse_options(Options, options)
         return super().capabilities({})
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
-        """The bucket."""
+        """The option with the bucket size."""
         size = parse_options(Options, options).reduce_buffer_size
         self.buckets = {} if size is None else {"reduce_buffer_size": size}
         super().parse({}, mesh)
@@ -57,15 +57,15 @@ class FairscaleShardedDDP(FairscaleOSS):
         return ShardedDataParallel(module, super().make_optimizer(), **self.buckets)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Made before the wrapper."""
+        """The optimizer, which was made before the wrapper."""
         return self.oss
 
     def clip(self, limit: float) -> Tensor:
-        """Of OSS: over what each rank owns."""
+        """Clip with OSS, over this rank's parameters."""
         return self.oss.clip_grad_norm(limit)
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """Gradients of what this rank owns; the rest as OSS."""
+        """Gradients of this rank's parameters; the rest like OSS."""
         pieces = super().local_state(kind)
         if kind != "gradients":
             return pieces

@@ -32,7 +32,7 @@ if importlib.util.find_spec("megatron") is not None:
 
 
 class MegatronTensor(PyTorchTensorParallel):
-    """The adapter; what is split is what torch's styles split, but for the embedding."""
+    """The adapter; it splits the layers that torch's styles split, except the embedding."""
 
     strategy = "tensor"
     depth: ClassVar[Depth] = "family"
@@ -44,7 +44,7 @@ class MegatronTensor(PyTorchTensorParallel):
         return process_capabilities("megatron", "tensor", axes=("tensor",))
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """Every split layer replaced, with this rank's part of its values."""
+        """Replace every split layer, with this rank's part of its values."""
         self.comm = self.mesh.comm("tensor")
         styles = self.styles(module)
         check_sizes(module, styles, self.comm.size)
@@ -58,7 +58,7 @@ class MegatronTensor(PyTorchTensorParallel):
 
     @torch.no_grad()
     def replace(self, module: nn.Module, name: str, by_columns: bool) -> None:
-        """The layer ``name`` by Megatron's of that kind."""
+        """Replace the layer ``name`` by Megatron's layer of that kind."""
         whole: Any = module.get_submodule(name)
         kind = ColumnParallelLinear if by_columns else RowParallelLinear
         more = {} if by_columns else {"input_is_parallel": True, "skip_bias_add": False}
@@ -76,7 +76,7 @@ class MegatronTensor(PyTorchTensorParallel):
         module.set_submodule(name, layer)
 
     def clip(self, limit: float) -> Tensor:
-        """By the norm of split gradients, summed over ranks, and of whole ones."""
+        """Clip by the norm of split gradients, summed over ranks, and of whole ones."""
         owned = [(n, p, p.grad) for n, p in self.updated().items() if p.grad is not None]
         parts = [[g for n, _, g in owned if (n in self.cut) is split] for split in (True, False)]
         split, whole = (nn.utils.get_total_norm(part, foreach=False) ** 2 for part in parts)
@@ -94,7 +94,7 @@ class MegatronTensor(PyTorchTensorParallel):
         return chunk_pieces(name, tensor.detach(), *place, self.orders.get(owner))
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """Megatron gathers only for its own checkpoints."""
+        """Whole tensors; Megatron gathers only for its own checkpoints."""
         raise Refused("Megatron's layers gather no state")
 
 

@@ -1,4 +1,4 @@
-"""picotron's pipeline (1F1B) around the suite's GPT, from a checkout that the user gives.
+"""picotron's pipeline (1F1B) with the suite's GPT, from the user's checkout.
 
 Used: ``setup_process_group_manager``, ``PipelineParallel.distribute_layers`` and ``backward``,
 ``train_step_pipeline_1f1b`` with its messages and its loss: the mean over the tokens of each
@@ -48,7 +48,7 @@ if importlib.util.find_spec("picotron") is not None:
 
 @dataclass
 class Loader:
-    """What picotron asks of its data loader, over the micro-batches of one step."""
+    """The interface of picotron's data loader, over the micro-batches of one step."""
 
     left: Iterator[MicroBatch]
     grad_acc_steps: int
@@ -61,16 +61,16 @@ class Loader:
 
 @dataclass
 class Stage:
-    """What picotron's step asks of its model; the stage is the suite's."""
+    """The interface of picotron's model, for a stage of the suite."""
 
     part: nn.Module
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, hidden_states: Any) -> Tensor:
-        """Of the inputs, or of what the stage before gave."""
+        """Run the stage on the inputs, or on the previous stage's output."""
         return self.part(input_ids if hidden_states is None else hidden_states)
 
     def backward(self, *tensors: Tensor | None) -> Tensor | None:
-        """picotron's."""
+        """Run picotron's backward."""
         return PipelineParallel.backward(None, *tensors)
 
 
@@ -81,32 +81,34 @@ class PicotronPipeline(Adapter):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """The axis ``pipe``; the state is loaded on every rank, for nobody sends it."""
+        """The axis ``pipe``; the state is loaded on every rank, because picotron does not broadcast
+        it.
+        """
         parse_options(NoOptions, options)
         given: dict[str, Any] = {"axes": ("pipe",), "initial_state": "everywhere"}
         return process_capabilities("picotron", "stages", **given)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
-        """No options; all ranks."""
+        """The options (there are none); the mesh is all ranks."""
         self.options = options
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing: every rank has loaded the state."""
+        """Do nothing: every rank has loaded the state."""
         check_plain(self.options, self.mesh, "pipe", self.spec)
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """This rank's layers by picotron's rule, once its groups are made."""
+        """Assign this rank's layers by picotron's rule, after creating its groups."""
         setup_process_group_manager(1, 1, self.mesh.world, 1)
         layers = PipelineParallel.distribute_layers(None, len(self.build.units))
         self.width = module.get_parameter("embed.position.weight").shape[1]
         return self.build.stage(module, layers[0], layers[-1] + 1)
 
     def updated(self) -> dict[str, Tensor]:
-        """Of the stage."""
+        """The parameters of the stage."""
         return dict(self.module.named_parameters())
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
-        """picotron's step, then torch's optimizer."""
+        """Run picotron's step, then torch's optimizer."""
         shape = (*batch.micro_batches[0].inputs.shape, self.width)
         loader = Loader(iter(batch.micro_batches), len(batch.micro_batches))
         dtype = next(self.module.parameters()).dtype
@@ -121,15 +123,15 @@ class PicotronPipeline(Adapter):
         return StepResult(torch.tensor(loss, dtype=dtype) if knows else None)
 
     def clip(self, limit: float) -> Tensor:
-        """picotron trains without."""
+        """Do nothing: picotron trains without clipping."""
         raise Refused("the axis 'pipe' of picotron has no clipping")
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """picotron trains only."""
+        """Not supported: picotron only trains."""
         raise Refused("picotron has no evaluation")
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """The stage's tensors, whole."""
+        """The whole tensors of the stage."""
         if kind == "optimizer":
             return slot_pieces(self.optimizer, lambda n, s, t: Piece.whole(f"{n}.{s}", t))
         named: dict[str, Any] = self.updated() if kind != "buffers" else {}

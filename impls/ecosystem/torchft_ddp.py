@@ -1,4 +1,4 @@
-"""torchft's managed DDP over the suite's group, judged with all replicas alive.
+"""torchft's managed DDP over the suite's group, tested with all replicas alive.
 
 Used: a lighthouse (on rank 0), one ``Manager`` a rank with a replica group of one, its
 ``allreduce`` behind torchft's ``DistributedDataParallel``, ``OptimizerWrapper`` (a quorum before
@@ -49,12 +49,12 @@ class TorchftDDP(Whole):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """DDP that looks for unused parameters; its own broadcast of buffers goes nowhere."""
+        """DDP that looks for unused parameters; its own broadcast of buffers has no effect."""
         usual = super().capabilities(options)
         return replace(usual, buffers="per_rank", declines=UNEQUAL)
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """A manager on every rank, and DDP that asks it."""
+        """A manager on every rank, and DDP that uses it."""
         comm, rank = self.mesh.comm("replicate"), self.mesh.rank
         at = f"{HERE}:0"
         self.lighthouse = LighthouseServer(at, self.mesh.world) if rank == 0 else None
@@ -81,23 +81,25 @@ class TorchftDDP(Whole):
         return torchft.DistributedDataParallel(self.manager, module)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Behind torchft's wrapper; its ``zero_grad`` asks for the first quorum, which heals."""
+        """The optimizer inside torchft's wrapper; its ``zero_grad`` requests the first quorum,
+        which heals.
+        """
         optimizer = torchft.Optimizer(self.manager, super().make_optimizer())
         self.optimizer = optimizer
         optimizer.zero_grad()
         return optimizer
 
     def whole_state(self) -> dict[str, Any]:
-        """What another replica needs to go on from here."""
+        """The state that another replica needs to continue from here."""
         return {"model": self.inner.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def heal(self, state: dict[str, Any]) -> None:
-        """Go on from another replica's state."""
+        """Continue from another replica's state."""
         self.inner.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
-        """Reduce with the last micro-batch only."""
+        """Reduce in the last micro-batch only."""
         return nullcontext() if is_last else self.module.no_sync()  # type: ignore[operator]
 
     def abort(self) -> None:

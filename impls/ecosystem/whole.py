@@ -1,4 +1,4 @@
-"""What adapters share whose system keeps whole tensors on every rank: data parallelism.
+"""The common part of adapters for systems with whole tensors on every rank: data parallelism.
 
 The system under test broadcasts the initial state, reduces, and divides by the number of ranks; so
 nothing here is sent, and the loss is multiplied by that number.  Ranks are processes: these systems
@@ -36,14 +36,14 @@ DDP_DECLINES = dict.fromkeys(UNUSED, "needs find_unused_parameters=True") | UNEQ
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The system is judged with its defaults."""
+    """No options: the system is tested with its defaults."""
 
 
 UNSCALED = "judged without loss scaling"
 
 
 def process_capabilities(package: str, *features: str, **fields: Any) -> Capabilities:
-    """Of a system of the module ``package`` whose ranks are processes."""
+    """The capabilities of a system of the module ``package`` whose ranks are processes."""
     usual = {"backends": ("gloo",), "dtypes": ("float64", "float32"), "packages": (package,)}
     declines = {"loss_scale": UNSCALED, **fields.pop("declines", {})}
     return declared(*features, declines=declines, **(usual | fields))
@@ -59,7 +59,7 @@ def check_plain(options: Mapping[str, Any], mesh: Mesh, axis: str, spec: Optimiz
 
 
 class Whole(Adapter):
-    """Adapter of a system whose ranks hold everything; ``shard`` is the system's.
+    """Adapter of a system whose ranks hold everything; the system defines ``shard``.
 
     ``features``: what the system promises beside the usual, by the words of
     ``shardproof.strategies.FEATURES``.  It is held to each, so the adapter names those that it has.
@@ -72,18 +72,18 @@ class Whole(Adapter):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """What nearly every strategy has, and ``features``, with the buffers and limits of DDP."""
+        """The common capabilities and ``features``, with the buffers and limits of DDP."""
         parse_options(NoOptions, options)
         usual = {"axes": (cls.axis,), "buffers": "rank0", "declines": DDP_DECLINES}
         return process_capabilities(cls.package, *cls.features, **usual)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
-        """No options; all ranks."""
+        """The options (there are none); the mesh is all ranks."""
         self.loss_factor = float(mesh.world)
         self.options = options
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing: to start alike is the system's own work."""
+        """Do nothing: the system itself makes its ranks start equal."""
         check_plain(self.options, self.mesh, self.axis, self.spec)
 
     def updated(self) -> dict[str, Tensor]:
@@ -91,11 +91,11 @@ class Whole(Adapter):
         return {name: p for name, p in self.inner.named_parameters() if p.requires_grad}
 
     def clip(self, limit: float) -> Tensor:
-        """torch's."""
+        """Clip with torch."""
         return nn.utils.clip_grad_norm_(list(self.updated().values()), limit, foreach=False)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Without the wrapper, which may send buffers in every forward."""
+        """Evaluate without the wrapper, which may send buffers in every forward."""
         wrapped, self.module = self.module, self.inner
         try:
             return super().evaluate(batch)

@@ -1,1 +1,1 @@
-"""Adapters around what PyTorch ships: they translate, and compensate where a system divides."""
+"""Adapters for PyTorch's own systems: they translate the contract and compensate for divisions."""

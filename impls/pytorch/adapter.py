@@ -1,4 +1,4 @@
-"""What the adapters around torch's sharded systems share: one step, evaluation, pieces.
+"""The common part of adapters for torch's sharded systems: one step, evaluation, pieces.
 
     set-up   build on every rank, initial state on rank 0; broadcast; shard
     step     each micro-batch: forward, loss, backward
@@ -45,7 +45,7 @@ from shardproof.impls.reference.units.plan import Wrap, plan_units
 
 
 class Adapter(Saves):
-    """Base of the adapters; ``sharded`` and ``held`` are theirs."""
+    """Base of the adapters, which implement ``shard`` and ``held``."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -58,11 +58,11 @@ class Adapter(Saves):
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """Put ``module``, equal on all ranks, under the system; gives what is to be called."""
+        """Put ``module``, equal on all ranks, under the system; return the callable model."""
 
     @abstractmethod
     def updated(self) -> dict[str, Tensor]:
-        """What the optimizer gets, by the parameters' own names."""
+        """The tensors for the optimizer, under the parameters' own names."""
 
     def setup(
         self,
@@ -89,11 +89,11 @@ class Adapter(Saves):
         broadcast_tensors(tensors, self.data)
 
     def scaled_over(self) -> ProcessGroup | None:
-        """The group over whose shards an overflow must be agreed on (``None``: torch knows)."""
+        """The group of shards that must agree on an overflow (``None``: torch knows it)."""
         return None
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """torch's own, over this rank's shards."""
+        """torch's optimizer over this rank's shards."""
         return build_optimizer(self.spec, param_groups(self.spec, self.updated()))
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
@@ -119,19 +119,19 @@ class Adapter(Saves):
         return self.build.loss(self.module(micro.inputs), micro)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of ``loss``, which is multiplied by the factor and the scale."""
+        """Add the gradients of ``loss``, multiplied by the factor and the scale."""
         loss.backward()
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
-        """Around the forward and backward of a micro-batch."""
+        """The context of the forward and backward of a micro-batch."""
         return nullcontext()
 
     def finish(self) -> None:
-        """After the last backward: what is still to be done for gradients to be final."""
+        """Complete the gradients after the last backward."""
 
     @abstractmethod
     def clip(self, limit: float) -> Tensor:
-        """Scale gradients to a global norm of at most ``limit``; the norm before."""
+        """Scale gradients to a global norm of at most ``limit``; return the norm before."""
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
@@ -145,20 +145,20 @@ class Adapter(Saves):
         return torch.stack(shares).sum() if shares else torch.zeros(())
 
     def settle(self) -> None:
-        """After a forward without backward: free what it left gathered."""
+        """After a forward without backward, free the units that it left gathered."""
 
     @abstractmethod
     def local_state(self, kind: Kind) -> list[Piece]:
-        """Pieces whose tensors are views of what this rank holds."""
+        """Pieces whose tensors are views of this rank's state."""
 
     def buffers(self) -> list[Piece]:
-        """Every rank has its own."""
+        """Buffers differ between ranks."""
         named = self.inner.named_buffers()
         return [Piece.whole(plain(n), b.detach(), replica=self.mesh.rank) for n, b in named]
 
     @torch.no_grad()
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
-        """Copy into what this rank holds under the same name and place.
+        """Copy into the state of this rank with the same name and place.
 
         Optimizer slots that do not exist yet, before the first step, are made.
         """
@@ -172,7 +172,7 @@ class Adapter(Saves):
             held[place].copy_(piece.tensor)
 
     def make_slots(self, pieces: Iterable[Piece]) -> None:
-        """Give the optimizer a place for every slot among ``pieces``."""
+        """Create a slot in the optimizer for every slot among ``pieces``."""
         updated = self.updated()
         for piece in pieces:
             name, _, slot = piece.name.rpartition(".")
@@ -187,7 +187,7 @@ def data_comm(mesh: Mesh) -> Comm:
 
 
 def unit_features(silent: bool, precision: Precision) -> set[str]:
-    """What FSDP declares beyond the usual; ``silent``: micro-batches but the last do not reduce."""
+    """The additional declarations of FSDP; ``silent``: only the last micro-batch reduces."""
     features = {"wrapped_units"}
     if silent:
         features.add("accumulation_without_communication")
@@ -197,7 +197,7 @@ def unit_features(silent: bool, precision: Precision) -> set[str]:
 
 
 def whole_units(module: nn.Module, wrap: Wrap, blocks: Sequence[str]) -> list[str]:
-    """The units of ``wrap`` but the root, in order of registration, as far as torch can have them.
+    """The units of ``wrap`` except the root, in order of registration, if torch supports them.
 
     torch wants all owners of a tied parameter in one unit: a unit that shares one with what lies
     outside of it is left to the unit around it.

@@ -1,4 +1,4 @@
-"""The collectives of ``torch.distributed`` as they are, on the groups of any backend.
+"""The unmodified collectives of ``torch.distributed`` on the groups of any backend.
 
 What runs is the backend's own operation: torch checks arguments, and hands them on.
 """
@@ -31,7 +31,7 @@ _ALL = (
 
 
 class TorchCollectives(Collectives):
-    """``dist.all_reduce`` and its kin."""
+    """``dist.all_reduce`` and the other operations."""
 
     depth = "layout"
     hands_on = True

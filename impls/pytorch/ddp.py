@@ -1,4 +1,4 @@
-"""PyTorch's ``DistributedDataParallel``, judged as it ships.
+"""PyTorch's ``DistributedDataParallel``, unmodified.
 
     what                        where
     parameters, gradients       every rank, whole and equal
@@ -63,7 +63,7 @@ VARYING = (
 
 @dataclass(frozen=True)
 class Options(Saved):
-    """DDP's constructor arguments of the same names, with its defaults, and recomputation.
+    """DDP's constructor arguments under the same names with its defaults, and recomputation.
 
     ``compile``: the backend of ``torch.compile`` around DDP.
     """
@@ -107,7 +107,7 @@ class PyTorchDDP(Saves):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """The ``ddp`` profile; what use of parameters is supported depends on the options."""
+        """The ``ddp`` profile; support for unused parameters depends on the options."""
         chosen = parse_options(cls.options_type, options)
         features, buffers = ["accumulation_without_communication", "overlap"], "per_rank"
         if chosen.broadcast_buffers:
@@ -145,7 +145,7 @@ class PyTorchDDP(Saves):
         self.scaler = make_scaler(optimizer, mesh.device)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """torch's own, over all that is trained."""
+        """torch's optimizer over all trained parameters."""
         return build_optimizer(self.spec, param_groups(self.spec, self.trainable))
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
@@ -164,7 +164,7 @@ class PyTorchDDP(Saves):
         )
 
     def modules(self) -> list[nn.Module]:
-        """DDP, whose prefix torch takes off the names."""
+        """DDP, whose prefix torch removes from names."""
         return [self.ddp]
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
@@ -185,16 +185,16 @@ class PyTorchDDP(Saves):
         return StepResult(loss=total, norm=norm, metrics=metrics)
 
     def clip(self, limit: float) -> Tensor:
-        """Scale gradients to a norm of at most ``limit``; the norm before."""
+        """Scale gradients to a norm of at most ``limit``; return the norm before."""
         parameters = list(self.trainable.values())
         return nn.utils.clip_grad_norm_(parameters, limit, foreach=False)
 
     def loss_factor(self) -> int:
-        """Undoes DDP's division by the number of ranks."""
+        """The factor that cancels DDP's division by the number of ranks."""
         return self.comm.size
 
     def refuse(self, step: int, micro_batches: int) -> None:
-        """Say no to what DDP answers with a hang or an internal assertion."""
+        """Refuse options that DDP answers with a hang or an internal assertion."""
         if not micro_batches:
             raise Refused(f"step {step}: a rank without micro-batches would hang the others in DDP")
         if self.options.static_graph and step == 0 and micro_batches > 1:
@@ -223,7 +223,9 @@ class PyTorchDDP(Saves):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """This rank's share of the loss, without the wrapper: nothing to communicate."""
+        """This rank's share of the loss, without the wrapper, because nothing must be
+        communicated.
+        """
         self.module.eval()
         try:
             shares = [self.build.loss(self.module(m.inputs), m) for m in batch.micro_batches]

@@ -1,4 +1,4 @@
-"""PyTorch's ``DistributedDataParallel`` with one of torch's own hooks that compress.
+"""PyTorch's ``DistributedDataParallel`` with one of torch's compression hooks.
 
     method            what the hook does with a bucket of all gradients, a step
     fp16_hook         rounds to fp16, divides by N, adds up in fp16
@@ -69,7 +69,7 @@ class Compress:
 
 @dataclass(frozen=True)
 class Options(DDPOptions):
-    """DDP's, and the hook."""
+    """DDP's options, and the hook."""
 
     bucket_cap_mb: float | None = 64
     compress: Compress = field(default_factory=Compress)
@@ -85,14 +85,14 @@ class Options(DDPOptions):
 
 
 class DDPCompressed(PyTorchDDP):
-    """The adapter: DDP's, with a hook registered."""
+    """The adapter for DDP with a registered hook."""
 
     options_type: ClassVar[type[Options]] = Options
     options: Options
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """DDP's, with numbers of the emulation."""
+        """DDP's capabilities, compared with the emulation."""
         exact, chosen = super().capabilities(options), parse_options(Options, options).compress
         lossy = replace(exact, exactness="lossy", oracle="emulated")
         if chosen.method == "bf16_hook":
@@ -106,14 +106,14 @@ class DDPCompressed(PyTorchDDP):
 
     @classmethod
     def emulator(cls, options: Mapping[str, Any]) -> CastHook | PowerSGDHook:
-        """What the hook makes of exact gradients."""
+        """The emulation of the hook on exact gradients."""
         chosen = parse_options(Options, options).compress
         if chosen.method in CASTS:
             return CastHook(CASTS[chosen.method])
         return PowerSGDHook(chosen)
 
     def setup(self, *args: Any) -> None:
-        """As DDP's; its state has no place for a loss scale that changes."""
+        """Set up like DDP; the hook's state has no place for a loss scale that changes."""
         spec: OptimizerSpec = args[2]
         if spec.scaler is not None:
             raise Refused(
@@ -143,7 +143,7 @@ class DDPCompressed(PyTorchDDP):
 
 
 class CastHook:
-    """Rounded, divided, added up one after the other in ``dtype``."""
+    """Rounded, divided, and summed one by one in ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -160,7 +160,7 @@ class CastHook:
 
 
 class PowerSGDHook:
-    """Low rank of matrices; residuals are what the mean lacks."""
+    """Low-rank matrices; residuals are relative to the mean."""
 
     def __init__(self, chosen: Compress) -> None:
         self.chosen = chosen
@@ -186,11 +186,11 @@ class PowerSGDHook:
         return applied
 
     def mean(self, given: Sequence[Tensors], name: str) -> Tensor:
-        """Of the ranks."""
+        """The mean over ranks."""
         return sum((own[name] for own in given[1:]), given[0][name]) / len(given)
 
     def matrix(self, gradient: Tensor) -> tuple[int, int, int] | None:
-        """Rows, columns and rank; ``None``: it is sent as it is."""
+        """Rows, columns and rank; ``None`` if it is sent uncompressed."""
         n1, n2 = gradient.shape[0], math.prod(gradient.shape[1:])
         r = min(self.chosen.rank, n1, n2)
         return (n1, n2, r) if 2 * r * (n1 + n2) < n1 * n2 else None
@@ -208,7 +208,7 @@ class PowerSGDHook:
             self.factors[name] = torch.randn(n2, r, generator=source, dtype=like[name].dtype)
 
     def project(self, given: Sequence[Tensors], name: str, sizes: tuple[int, int, int]) -> Tensor:
-        """The mean of the ranks on the directions of their sum."""
+        """The mean over ranks, projected on the directions of the sum."""
         matrices = [own[name].reshape(sizes[:2]) for own in given]
         total = sum(matrices[1:], matrices[0])
         basis = torch.linalg.qr(total @ torch.linalg.qr(self.factors[name]).Q).Q

@@ -1,4 +1,4 @@
-"""PyTorch's ``DistributedDataParallel`` with a communication hook, anybody's.
+"""PyTorch's ``DistributedDataParallel`` with any communication hook.
 
     step     as ``pytorch/ddp``; what becomes of a bucket is the hook's affair
 
@@ -46,7 +46,9 @@ ANNOTATIONS = (
 
 @dataclass(frozen=True)
 class Options(DDPOptions):
-    """DDP's, the paths of the hook and of what makes its state, and what it sends in."""
+    """DDP's options, the paths of the hook and of the function that makes its state, and the dtype
+    of messages.
+    """
 
     hook: str = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook"
     bucket_cap_mb: float | None = 0.02  # small, so that a hook sees several buckets
@@ -60,7 +62,7 @@ class Options(DDPOptions):
             raise Refused("option 'precision': a hook has a say in 'reduce' only")
 
     def callables(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        """The hook, and what makes its state; refused where they take other arguments."""
+        """The hook and the function that makes its state; refused if they take other arguments."""
         hook = own_function_of("hook", self.hook, *TAKEN, gives=GIVEN)
         if self.state is None:
             return hook, None
@@ -69,7 +71,7 @@ class Options(DDPOptions):
 
 
 class DDPWithHook(PyTorchDDP):
-    """The adapter: DDP's, with a hook registered."""
+    """The adapter for DDP with a registered hook."""
 
     depth = "family"
     options_type: ClassVar[type[Options]] = Options
@@ -77,7 +79,7 @@ class DDPWithHook(PyTorchDDP):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """DDP's; the hook can be imported."""
+        """DDP's capabilities; the hook can be imported."""
         chosen = parse_options(Options, options)
         chosen.callables()
         exact = chosen.precision.reduce is None
@@ -100,7 +102,7 @@ class DDPWithHook(PyTorchDDP):
         return ddp
 
     def _checked(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """``hook``, refused where it gives no Future: torch would take it for one, and crash."""
+        """``hook``; refused if it returns no Future, because torch would crash."""
 
         @functools.wraps(hook)
         def checked(state: Any, bucket: Any) -> Any:
@@ -124,7 +126,7 @@ def _kind(value: Any) -> str:
 
 
 def _is_reduced(value: Any) -> bool:
-    """Whether torch can take ``value`` for a bucket: a tensor, or a list of one."""
+    """Whether torch accepts ``value`` as a bucket: a tensor, or a list of one."""
     parts = value if isinstance(value, list | tuple) and value else [value]
     return all(isinstance(one, Tensor) for one in parts)
 

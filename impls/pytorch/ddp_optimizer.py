@@ -1,4 +1,4 @@
-"""PyTorch's ``DistributedDataParallel`` with an optimizer, anybody's.
+"""PyTorch's ``DistributedDataParallel`` with any optimizer.
 
     step     forward, backward, clip    as pytorch/ddp: gradients are all-reduced
              update                     the optimizer's affair, with all that it sends
@@ -49,13 +49,13 @@ ASKED = ("step", "zero_grad", "param_groups")
 
 
 def usual(groups: list[dict[str, Any]], settings: OptimizerSpec) -> torch.optim.Optimizer:
-    """torch's own."""
+    """torch's own optimizer."""
     return build_optimizer(settings, groups)
 
 
 @dataclass(frozen=True)
 class Options(DDPOptions):
-    """DDP's, and the path of what makes the optimizer.
+    """DDP's options, and the path of the function that makes the optimizer.
 
     DDP finds unused parameters unless told otherwise: an optimizer has to leave them alone.
     """
@@ -64,7 +64,7 @@ class Options(DDPOptions):
     optimizer: str = "shardproof.impls.pytorch.ddp_optimizer:usual"
 
     def maker(self) -> Callable[..., Any]:
-        """What makes the optimizer; torch's own classes take other arguments."""
+        """The function that makes the optimizer; torch's own classes take other arguments."""
         gives = "an optimizer with step, zero_grad and param_groups"
         found = own_function_of("optimizer", self.optimizer, "groups", "settings", gives=gives)
         if isinstance(found, type) and found.__module__.startswith("torch."):
@@ -77,7 +77,7 @@ class Options(DDPOptions):
 
 
 class DDPWithOptimizer(PyTorchDDP):
-    """The adapter: DDP's, with another optimizer."""
+    """The adapter for DDP with another optimizer."""
 
     strategy = "ddp_optimizer"
     depth: ClassVar[Depth] = "family"
@@ -86,12 +86,12 @@ class DDPWithOptimizer(PyTorchDDP):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """DDP's; the optimizer can be imported."""
+        """DDP's capabilities; the optimizer can be imported."""
         parse_options(Options, options).maker()
         return super().capabilities(options)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The user's, over all that is trained."""
+        """The user's optimizer over all trained parameters."""
         make = self.options.maker()
         groups = param_groups(self.spec, self.trainable)
         plain = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
@@ -108,7 +108,7 @@ class DDPWithOptimizer(PyTorchDDP):
         return made
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
-        """DDP's; before the state is looked at, the ranks tell which of it they hold."""
+        """Step like DDP; before the state is read, ranks exchange which parts they hold."""
 
         def observing(point: Point) -> None:
             if point == "after_update":
@@ -135,13 +135,13 @@ class DDPWithOptimizer(PyTorchDDP):
             )
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """DDP's; of the optimizer's state what is found here."""
+        """DDP's pieces; of the optimizer's state, the parts found here."""
         if kind != "optimizer":
             return super().local_state(kind)
         return [piece for piece, _ in self._slots()]
 
     def _slots(self) -> Iterator[tuple[Piece, str]]:
-        """This rank's state, whole, with the slot's name."""
+        """This rank's whole state, with the name of the slot."""
         state = self._state()
         for name, parameter in self.trainable.items():
             for slot, value in state.get(parameter, {}).items():
@@ -154,7 +154,7 @@ class DDPWithOptimizer(PyTorchDDP):
                     yield Piece.whole(full, value, replica=number), slot
 
     def _state(self) -> Mapping[Any, Any]:
-        """State by parameter, of the optimizer or of the first one inside it that has some."""
+        """State by parameter, of the optimizer or of the first one inside it that has state."""
         seen: Any = self.optimizer
         for _ in range(8):
             state = getattr(seen, "state", None)

@@ -1,4 +1,4 @@
-"""PyTorch's ``DistributedSampler``, or a sampler of one's own that is made and used like it.
+"""PyTorch's ``DistributedSampler``, or your own sampler with the same interface.
 
     epoch    set_epoch, then all that it gives
     stop     state_dict, where the sampler has one
@@ -32,13 +32,13 @@ ASKED, STATE = ("set_epoch", "__iter__"), ("state_dict", "load_state_dict")
 
 @dataclass(frozen=True)
 class Options:
-    """The path of the sampler, and where it can go on."""
+    """The path of the sampler, and whether it can resume."""
 
     sampler: str = "torch.utils.data.distributed:DistributedSampler"
     resume: Literal["any_world", "same_world", "never"] = "any_world"
 
     def maker(self) -> Callable[..., Any]:
-        """What makes the sampler; refused where it takes other arguments."""
+        """The function that makes the sampler; refused if it takes other arguments."""
         gives = f"a sampler with {' and '.join(ASKED)}"
         return own_function_of("sampler", self.sampler, "dataset", named=MADE_WITH, gives=gives)
 

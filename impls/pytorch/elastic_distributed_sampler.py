@@ -1,4 +1,4 @@
-"""``ElasticDistributedSampler`` of torch's elastic package, as its example uses it.
+"""``ElasticDistributedSampler`` of torch's elastic package, used as in its example.
 
     epoch    set_epoch, then all that it gives
     stop     how many samples all ranks trained on
@@ -21,7 +21,7 @@ from shardproof.contract import Capabilities, Options, Refused, SamplerSpec, Sam
 
 
 class TorchElasticSampler(Sampling):
-    """The adapter: a sampler for each epoch."""
+    """The adapter: one sampler per epoch."""
 
     depth = "layout"
 

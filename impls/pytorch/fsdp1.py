@@ -1,4 +1,4 @@
-"""PyTorch's ``FullyShardedDataParallel`` (FSDP1), judged as it ships, with ``use_orig_params``.
+"""PyTorch's ``FullyShardedDataParallel`` (FSDP1) with ``use_orig_params``, unmodified.
 
     what                        FULL_SHARD, SHARD_GRAD_OP     HYBRID_SHARD        NO_SHARD
     parameters, gradients,      a flat range of each unit,    as left, equal      every rank, whole
@@ -70,7 +70,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class Options(Training, Saved):
-    """As the reference's, as far as FSDP1 has them; prefetching is on or off."""
+    """The reference's options that FSDP1 supports; prefetching is on or off."""
 
     wrap: Wrap = field(default_factory=Wrap)
     sharding_strategy: Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"] = (
@@ -124,7 +124,8 @@ class Options(Training, Saved):
 @dataclass(frozen=True)
 class Place:
     """Elements ``start`` to ``stop - 1`` of parameter ``name``, at ``offset`` of this rank's shard
-    of ``flat``, of whose parameters it is number ``index``."""
+    of ``flat``, whose parameter number ``index`` it is.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -135,7 +136,7 @@ class Place:
     index: int
 
     def piece(self, tensor: Tensor, replica: int, slot: str = "") -> Piece:
-        """``tensor`` of this layout, for the judge."""
+        """``tensor`` of this layout as a piece."""
         name = f"{self.name}.{slot}" if slot else self.name
         span = (self.start, self.stop)
         flat = tensor.detach().reshape(-1)
@@ -143,7 +144,7 @@ class Place:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What the optimizer updates."""
+        """The tensor that the optimizer updates."""
         parameter: nn.Parameter = self.flat._params[self.index]
         return parameter
 
@@ -156,7 +157,7 @@ class PyTorchFSDP1(Adapter):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """The ``fsdp1`` profile; axes and the rest depend on the options."""
+        """The ``fsdp1`` profile; axes and features depend on the options."""
         chosen = parse_options(Options, options)
         features = unit_features(chosen.accumulate_without_communication, chosen.precision)
         axes = AXES[chosen.sharding_strategy]
@@ -166,7 +167,7 @@ class PyTorchFSDP1(Adapter):
         return declared(*features, axes=axes, declines=chosen.declines(), **saves)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
-        """The options, if the mesh has the axes of the strategy."""
+        """The options; refused if the mesh does not have the axes of the strategy."""
         self.options = parse_options(Options, options)
         self.axes = AXES[self.options.sharding_strategy]
         missing = [axis for axis in self.axes if axis not in mesh.axes]
@@ -191,7 +192,7 @@ class PyTorchFSDP1(Adapter):
             )
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """Checkpoint, then wrap: units, and what is left in the root."""
+        """Checkpoint, then wrap: units, and the rest in the root."""
         first = {id(p): name for name, p in module.named_parameters()}
         owners = dict(module.named_modules())
         names = {}
@@ -209,7 +210,7 @@ class PyTorchFSDP1(Adapter):
         return wrapped
 
     def refuse_batch_norms(self, module: nn.Module) -> None:
-        """Under a policy FSDP1 makes each a unit of its own that nothing is cast in."""
+        """Refuse batch norms under a policy: FSDP1 makes each a unit without casts."""
         if self.options.precision.as_built:
             return
         for name, part in module.named_modules():
@@ -220,7 +221,7 @@ class PyTorchFSDP1(Adapter):
                 )
 
     def scaled_over(self) -> ProcessGroup | None:
-        """Shards, or whole copies of NO_SHARD."""
+        """The group of the shards, or of the whole copies of NO_SHARD."""
         return self.mesh.comm(self.axes[-1]).group
 
     def wrap(self, module: nn.Module, units: set[nn.Module]) -> FSDP:
@@ -244,7 +245,7 @@ class PyTorchFSDP1(Adapter):
             )
 
     def lay_out(self, wrapped: FSDP, names: Mapping[Any, str]) -> Iterator[Place]:
-        """What this rank holds, by FSDP's own metadata; what it holds nothing of is left out."""
+        """This rank's parts by FSDP's own metadata, without parameters that have none here."""
         for unit in FSDP.fsdp_modules(wrapped):
             flat = unit._flat_param
             if flat is None:
@@ -260,25 +261,26 @@ class PyTorchFSDP1(Adapter):
                     yield Place(name, tuple(shape), start, stop, offset, flat, index)
 
     def updated(self) -> dict[str, Tensor]:
-        """The trainable parameters that this rank holds a part of."""
+        """The trainable parameters of which this rank holds a part."""
         held = {place.name: place.parameter for place in self.places}
         return {name: p for name, p in held.items() if p.requires_grad}
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Over all trainable parameters, those without an element here too: torch's checkpoints ask
-        all ranks for the same ones."""
+        """The optimizer over all trainable parameters, including those without elements here:
+        torch's checkpoints ask all ranks for the same ones.
+        """
         named = {own_name(n): p for n, p in self.module.named_parameters() if p.requires_grad}
         return build_optimizer(self.spec, param_groups(self.spec, named))
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
-        """Reduce always, or with the last micro-batch only."""
+        """Reduce in every micro-batch, or in the last one only."""
         if self.options.accumulate_without_communication and not is_last:
             assert isinstance(self.module, FSDP)
             return self.module.no_sync()
         return nullcontext()
 
     def clip(self, limit: float) -> Tensor:
-        """FSDP's own, but in fp64."""
+        """FSDP's own clipping, except in fp64."""
         assert isinstance(self.module, FSDP)
         # Of all ranks alike: one that holds no part of a parameter has no gradient to ask.
         if all(p.dtype != torch.float64 for p in self.module.parameters()):
@@ -293,7 +295,7 @@ class PyTorchFSDP1(Adapter):
         return norm
 
     def settle(self) -> None:
-        """Free the root, and with SHARD_GRAD_OP all: FSDP keeps them for a backward to come."""
+        """Free the root, and with SHARD_GRAD_OP all units: FSDP keeps them for a backward."""
         for unit in FSDP.fsdp_modules(self.module):
             handle = unit._handle
             if handle is not None and handle.uses_sharded_strategy:
@@ -328,7 +330,7 @@ class PyTorchFSDP1(Adapter):
         return self.by_name[name].piece(tensor, self.replica(), slot)
 
     def replica(self) -> int:
-        """The copy that this rank's shards belong to."""
+        """The copy to which this rank's shards belong."""
         return self.mesh.coordinate.get("replicate", 0)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
@@ -345,7 +347,7 @@ class PyTorchFSDP1(Adapter):
         return {name: whole[name].clone() for name in self.all_names()}
 
     def all_names(self) -> list[str]:
-        """Names of all parameters, on whichever rank they lie."""
+        """Names of all parameters on all ranks."""
         return [own_name(name) for name, _ in self.module.named_parameters()]
 
 

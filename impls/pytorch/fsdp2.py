@@ -1,4 +1,4 @@
-"""PyTorch's ``fully_shard`` (FSDP2), judged as it ships.
+"""PyTorch's ``fully_shard`` (FSDP2), unmodified.
 
     what                        where
     parameters, gradients       dim-0 chunks (DTensor) over ``shard``, equal over ``replicate``
@@ -64,8 +64,8 @@ VARYING = (
 
 @dataclass(frozen=True)
 class Options(Training, Saved):
-    """As the reference's; ``reduce_scatter_unused_params`` and ``gradient_divide_factor`` are
-    torch's own.  The loss is multiplied by that factor, so that gradients stay plain sums.
+    """The reference's options; ``reduce_scatter_unused_params`` and ``gradient_divide_factor`` are
+    torch's own. The loss is multiplied by that factor, so that gradients stay plain sums.
 
     ``prefetch_forward``: units gathered ahead explicitly (torch's default is none, and to let
     streams overlap).  ``compile``: the backend of ``torch.compile`` for every unit but the root.
@@ -92,13 +92,13 @@ class Options(Training, Saved):
 
     @property
     def lacks(self) -> str:
-        """What the installed torch has not."""
+        """Features that the installed torch does not have."""
         if not self.reduce_scatter_unused_params or hasattr(FSDPModule, UNUSED):
             return ""
         return f"torch {torch.__version__} has no FSDPModule.{UNUSED}"
 
     def declines(self) -> dict[str, str]:
-        """Traits that torch does not support, in its own words where it has any."""
+        """Traits that torch does not support, in its own words if it has any."""
         reasons = {
             "scalar": "ValueError: fully_shard doesn't support scalar parameters",
             "non_contiguous": "NotImplementedError: FSDP does not support non-contiguous "
@@ -132,7 +132,7 @@ class PyTorchFSDP2(Adapter):
         return declared(*features, axes=axes, **told, **saves)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
-        """The options, once their ranks divide."""
+        """The options; refused if the ranks do not divide."""
         self.options = parse_options(Options, options)
         if "shard" not in mesh.axes:
             raise Refused(f"fully_shard needs the axis 'shard'; this mesh has {list(mesh.axes)}")
@@ -146,7 +146,7 @@ class PyTorchFSDP2(Adapter):
             )
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """Checkpoint, then shard: unit by unit, what is left in the root."""
+        """Checkpoint, then shard: unit by unit, the rest in the root."""
         self.options.precision.check_norms(module, "fully_shard does not cast buffers")
         units = whole_units(module, self.options.wrap, self.build.units)
         if self.options.recompute_every:
@@ -177,20 +177,24 @@ class PyTorchFSDP2(Adapter):
         return module
 
     def mixed_precision(self, output: torch.dtype | None) -> MixedPrecisionPolicy:
-        """torch's policy of the same meaning, for a module whose outputs leave as ``output``."""
+        """torch's policy of the same meaning, for a module whose outputs have the dtype
+        ``output``.
+        """
         precision = self.options.precision
         return MixedPrecisionPolicy(
             param_dtype=precision.parameters, reduce_dtype=precision.reduce, output_dtype=output
         )
 
     def offload(self) -> OffloadPolicy:
-        """Pinned memory needs an accelerator; without one nothing really moves."""
+        """torch's offload policy; pinned memory needs an accelerator, and without one nothing
+        moves.
+        """
         if self.options.offload == "parameters":
             return CPUOffloadPolicy(pin_memory=self.mesh.device != "cpu")
         return OffloadPolicy()
 
     def prefetch(self, units: Sequence[Any]) -> None:
-        """Say which of ``units`` are gathered while one computes, beyond torch's own choice.
+        """Set which of ``units`` are prefetched during each, beyond torch's own choice.
 
         They are called in this order; elsewhere a unit may be registered before one that is called
         before it, and what is gathered after its backward is gathered in vain.
@@ -208,18 +212,18 @@ class PyTorchFSDP2(Adapter):
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
-        """Reduce always, or with the last micro-batch only."""
+        """Reduce in every micro-batch, or in the last one only."""
         silent = self.options.accumulate_without_communication and not is_last
         self.sharded[-1].set_requires_gradient_sync(not silent)
         return nullcontext()
 
     def clip(self, limit: float) -> Tensor:
-        """torch's own clipping, which knows DTensors."""
+        """torch's own clipping, which supports DTensors."""
         norm = nn.utils.clip_grad_norm_(list(self.updated().values()), limit, foreach=False)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def settle(self) -> None:
-        """Free every unit, the root too."""
+        """Free every unit, including the root."""
         for part in self.sharded:
             part.reshard()
 

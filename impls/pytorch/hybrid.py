@@ -1,4 +1,4 @@
-"""PyTorch's three kinds of parallelism at once: pipelining x ``fully_shard`` x tensor parallelism.
+"""PyTorch's three kinds of parallelism combined: pipelining x ``fully_shard`` x tensor parallelism.
 
     axis        what it cuts                        by
     pipe        the blocks, into stages             ``torch.distributed.pipelining``
@@ -83,7 +83,7 @@ SPLIT = ("interleaved_zb", "zb_v", "dualpipe_v")
 
 @dataclass(frozen=True)
 class Options(pipelining.Options):
-    """Those of the three.
+    """The options of all three.
 
     ``reshard_after_forward``: units are freed and gathered again, by every micro-batch.
     """
@@ -144,13 +144,13 @@ class Hybrid(Pipelining):
         mesh: Mesh,
         options: Mapping[str, Any],
     ) -> None:
-        """As a pipeline, if only of one rank."""
+        """Set up as a pipeline, even with one rank."""
         if "pipe" not in mesh.axes:
             raise Refused(f"stages need the axis 'pipe' (of one rank, say), not {list(mesh.axes)}")
         super().setup(build, state, optimizer, mesh, options)
 
     def begin(self, whole: nn.Module, state: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
-        """Rank 0's values everywhere."""
+        """Broadcast rank 0's values to all ranks."""
         self.data = summing(mesh.axes)
         if self.data == ("replicate",):
             raise Refused(
@@ -188,7 +188,7 @@ class Hybrid(Pipelining):
         return part
 
     def split(self, part: nn.Module, units: Sequence[str]) -> dict[str, list[int]]:
-        """torch's styles; a head that keeps its logits cut still gives plain tensors."""
+        """Apply torch's styles; a head with split logits still returns plain tensors."""
         sequence = self.options.sequence_parallel
         styles = plan_styles(part, units, sequence, self.options.loss_parallel)
         if self.options.loss_parallel and "head" in styles:
@@ -196,13 +196,13 @@ class Hybrid(Pipelining):
         return apply_styles(part, styles, self.mesh.device_mesh["tensor"])
 
     def row_orders(self) -> Mapping[str, Sequence[int]]:
-        """Of fused projections."""
+        """The order of rows of fused projections."""
         return self.orders
 
     # ------------------------------------------------------------------------------- the step
 
     def shapes(self, inputs: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Of each stage here, told by a model that is built for this and forgotten."""
+        """The shapes of each stage here, from a temporary model."""
         if self.splits and self.options.sequence_parallel:
             check_length(inputs, self.positions, self.mesh.size("tensor"))
         whole, shapes, hidden = self.build(self.mesh.device), {}, inputs
@@ -224,13 +224,13 @@ class Hybrid(Pipelining):
         return shapes
 
     def own(self, tensor: Tensor, is_cut: bool, dim: int) -> Tensor:
-        """What a rank of the tensor axis has of ``tensor``, if that is cut along ``dim``."""
+        """The part of ``tensor`` on a rank of the tensor axis if it is cut along ``dim``."""
         if not is_cut or not self.splits:
             return tensor
         return tensor.chunk(self.mesh.size("tensor"), dim)[self.mesh.coordinate["tensor"]]
 
     def loss(self, outputs: Tensor, number: Tensor) -> Tensor:
-        """Of whole logits, or of the tensor ranks' shares of them."""
+        """The loss of whole logits, or of the tensor ranks' shares of them."""
         if not self.splits or not self.options.loss_parallel:
             return super().loss(outputs, number)
         shape = torch.Size((*outputs.shape[:-1], self.classes))
@@ -245,12 +245,12 @@ class Hybrid(Pipelining):
         return parallel_loss(whole, self.window[int(number)], self.build)
 
     def make_schedule(self, window: Sequence[MicroBatch]) -> Any:
-        """A schedule whose first call is still to come."""
+        """A new schedule, whose first call is still to come."""
         self.is_fresh = True
         return super().make_schedule(window)
 
     def run(self, window: tuple[MicroBatch, ...], call: Callable[..., Any]) -> list[Tensor]:
-        """Inside ``loss_parallel``; before a first call gradients are put aside."""
+        """Run inside ``loss_parallel``; save and restore gradients around a first call."""
         kept = {name: p.grad for name, p in self.trainable.items() if self.is_fresh}
         for name in kept:
             self.trainable[name].grad = None
@@ -265,13 +265,13 @@ class Hybrid(Pipelining):
         return losses
 
     def finish(self) -> None:
-        """``fully_shard`` lays gradients out; without data axes nobody has."""
+        """Lay out gradients; without data axes no ``fully_shard`` has done so."""
         for parameter in self.trainable.values() if not self.data else ():
             settle_gradient(parameter)
 
     @torch.no_grad()
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """torch takes DTensors of one mesh at a time; stages add up."""
+        """The norm: torch takes DTensors of one mesh at a time, and the stages are summed."""
         meshes: dict[Any, list[Tensor]] = {}
         for gradient in gradients:
             meshes.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
@@ -284,7 +284,7 @@ class Hybrid(Pipelining):
         return total.sqrt()
 
     def evaluate(self, batch: Batch) -> Tensor | None:
-        """As a pipeline; frees what it left gathered."""
+        """Evaluate as a pipeline, then free the gathered units."""
         loss = super().evaluate(batch)
         for part in self.parts.values():
             for unit in sharded(part):
@@ -294,7 +294,7 @@ class Hybrid(Pipelining):
     # --------------------------------------------------------------------------------- the state
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
-        """Blocks of DTensors; what is whole counts as a copy along every axis but ``pipe``."""
+        """Blocks of DTensors; a whole tensor is a copy along every axis except ``pipe``."""
         if not isinstance(tensor, DTensor):
             is_number = not tensor.dim() and name not in self.trainable
             replica = self.mesh.rank if is_number else self.copy({})
@@ -305,7 +305,9 @@ class Hybrid(Pipelining):
         return dtensor_pieces(name, tensor, order, self.copy(placed))
 
     def copy(self, placed: Mapping[str, Any]) -> int:
-        """Which copy a rank has of what is ``placed`` so, counted over the axes of copies."""
+        """The number of a rank's copy of a tensor that is ``placed`` so, over the axes with
+        copies.
+        """
         number = 0
         for axis, size in self.mesh.axes.items():
             if axis != "pipe" and isinstance(placed.get(axis, Replicate()), Replicate):
@@ -314,7 +316,9 @@ class Hybrid(Pipelining):
 
     @torch.no_grad()
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """All stages' tensors, on every rank; blocks travel as objects along each axis in turn."""
+        """The tensors of all stages on every rank; blocks are sent as objects along each axis in
+        turn.
+        """
         parts = [(p.name, p.global_shape, p.slices, p.tensor) for p in self.local_state(kind)]
         for axis in self.mesh.axes:
             gathered = self.mesh.comm(axis).all_gather_object(parts)
@@ -327,7 +331,7 @@ class Hybrid(Pipelining):
 
 
 def sharded(part: nn.Module) -> Iterator[FSDPModule]:
-    """What ``fully_shard`` made units."""
+    """The units of ``fully_shard``."""
     return (module for module in part.modules() if isinstance(module, FSDPModule))
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's ``torch.distributed.pipelining`` under a schedule class, anybody's.
+"""PyTorch's ``torch.distributed.pipelining`` under any schedule class.
 
 ``schedule`` is ``package.module:name`` of a subclass of ``PipelineScheduleSingle`` (one stage a
 rank) or of ``PipelineScheduleMulti`` (``{name: ..., chunks: 3}``: so many stages a rank, else 2);
@@ -44,7 +44,7 @@ ONE, SEVERAL = schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti
 
 @dataclass(frozen=True)
 class Chunked:
-    """The path of a schedule with so many stages a rank."""
+    """The path of a schedule, with the number of stages per rank."""
 
     name: str
     chunks: int = 2
@@ -69,7 +69,7 @@ class Options(Saved):
 
     @property
     def kind(self) -> Any:
-        """What makes it; :class:`Refused` for what is no schedule."""
+        """The class or function of the schedule; :class:`Refused` for anything else."""
         if self.name.endswith(".csv"):
             return partial(_from_file, self._file())
         kind = own_thing("schedule", self.name)
@@ -79,36 +79,36 @@ class Options(Saved):
 
     @property
     def is_single(self) -> bool:
-        """Whether it takes one stage, not a list."""
+        """Whether it takes one stage instead of a list."""
         kind = self.kind
         return isinstance(kind, type) and issubclass(kind, ONE)
 
     @property
     def chunks(self) -> int:
-        """Stages a rank."""
+        """Stages per rank."""
         if self.is_single:
             return 1
         return self.schedule.chunks if isinstance(self.schedule, Chunked) else 2
 
     def place(self, ranks: int) -> tuple[int, ...]:
-        """Round and round, unless the schedule says otherwise."""
+        """Round-robin, unless the schedule defines another placement."""
         if self.is_single:
             return tuple(range(ranks))
         told = outline(self, ranks, self._micro_batches(ranks)).stage_index_to_group_rank
         return tuple(told[stage] for stage in range(len(told)))
 
     def declines(self) -> dict[str, str]:
-        """Traits that torch cannot have."""
+        """Traits that torch does not support."""
         kept = ("rebound_buffer", "dropout_stateful")
         spoilt = dict.fromkeys(kept, INFERENCE) if self.shapes == "inferred" else {}
         return {"tied_over_units": TORN, **spoilt, "variable_lengths": ONE_SHAPE}
 
     def refused(self, what: str) -> Refused:
-        """The option is wrong."""
+        """The error for a wrong option."""
         return Refused(f"option 'schedule' = {self.name!r}: {what}")
 
     def _micro_batches(self, ranks: int) -> int:
-        """A number of them that it takes: a file is for one number only."""
+        """A number of micro-batches that it accepts: a file is for one number only."""
         if not self.name.endswith(".csv"):
             return 2 * ranks
         numbers = re.findall(r"\dF(\d+)", self._file().read_text(encoding="utf-8"))
@@ -133,14 +133,14 @@ def _from_file(file: Path, *given: Any, **more: Any) -> Any:
 
 
 class OwnSchedule(Pipelining):
-    """The adapter: any schedule."""
+    """The adapter for any schedule."""
 
     depth: ClassVar[Depth] = "family"
     options_type: ClassVar[type[Any]] = Options
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """As torch's own schedules; the order of additions is the schedule's."""
+        """The capabilities of torch's own schedules; the order of sums is the schedule's."""
         chosen = parse_options(Options, options)
         _ = chosen.chunks  # imports it
         saves = {key: value for key, value in options.items() if key == "checkpoint"}
@@ -149,7 +149,7 @@ class OwnSchedule(Pipelining):
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Any:
-        """What torch's runtime says of it; ``None``: it is none of those."""
+        """The order that torch's runtime reports; ``None`` for another kind of schedule."""
         chosen = parse_options(Options, options)
         if chosen.is_single:
             return None

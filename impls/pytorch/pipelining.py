@@ -1,4 +1,4 @@
-"""PyTorch's ``torch.distributed.pipelining``, judged as it ships, under each of its schedules.
+"""PyTorch's ``torch.distributed.pipelining`` under each of its schedules, unmodified.
 
     what                              where
     parameters, gradients, optimizer  the rank that the stage lies on, whole
@@ -128,7 +128,7 @@ Name = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "
 
 @dataclass(frozen=True)
 class Chunked:
-    """A schedule with so many stages a rank (0: 1 for gpipe and 1f1b, else 2)."""
+    """A schedule with a number of stages per rank (0: 1 for gpipe and 1f1b, else 2)."""
 
     name: Name
     chunks: int = 0
@@ -160,12 +160,12 @@ class Options(Saved):
 
     @property
     def name(self) -> Name:
-        """Of the schedule."""
+        """The name of the schedule."""
         return self.schedule.name if isinstance(self.schedule, Chunked) else self.schedule
 
     @property
     def chunks(self) -> int:
-        """Stages a rank."""
+        """Stages per rank."""
         given = self.schedule.chunks if isinstance(self.schedule, Chunked) else 0
         return given or (1 if self.name in SINGLE else 2)
 
@@ -176,7 +176,7 @@ class Options(Saved):
 
     @property
     def is_single(self) -> bool:
-        """Whether it takes one stage, not a list."""
+        """Whether it takes one stage instead of a list."""
         return self.name in SINGLE
 
     def place(self, ranks: int) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ class Options(Saved):
         return place(self, ranks)
 
     def declines(self) -> dict[str, str]:
-        """Traits that torch cannot have under these options."""
+        """Traits that torch does not support under these options."""
         torn = {} if self.name in V_SHAPED else {"tied_over_units": TORN}
         kept = ("rebound_buffer", "dropout_stateful")
         spoilt = dict.fromkeys(kept, INFERENCE) if self.shapes == "inferred" else {}
@@ -208,14 +208,14 @@ class Stage(pipelining.PipelineStage):
         full_backward: bool = True,
         last_backward: Any = False,
     ) -> None:
-        """BW or B; the B of the first stage only keeps what its W will need."""
+        """BW or B; the B of the first stage only keeps the tensors for its W."""
         op = "BW" if full_backward else "B"
         traced = self.trace(Action(op, self.stage_index, bwd_chunk_id))
         with nullcontext() if op == "B" and self.is_first else traced:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """W, which is all of the first stage's backward."""
+        """W, which is the whole backward of the first stage."""
         with self.trace(Action("BW" if self.is_first else "W", self.stage_index, bwd_chunk_id)):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
@@ -245,7 +245,7 @@ class Pipelining(Saves):
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:
-        """What torch will run, as far as it says so itself."""
+        """The schedule that torch will run, if torch reports it."""
         return plan(parse_options(cls.options_type, options), ranks, micro_batches)
 
     def setup(
@@ -256,7 +256,7 @@ class Pipelining(Saves):
         mesh: Mesh,
         options: Mapping[str, Any],
     ) -> None:
-        """Build, load, cut; this rank keeps its parts."""
+        """Build, load and cut the model; keep this rank's parts."""
         self.options = parse_options(self.options_type, options)
         self.build, self.spec, self.mesh = build, optimizer, mesh
         self.comm = mesh.comm("pipe")
@@ -280,17 +280,17 @@ class Pipelining(Saves):
         return list(self.parts.values())
 
     def begin(self, whole: nn.Module, state: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
-        """Give ``whole`` the values that training begins with."""
+        """Give ``whole`` its initial values."""
         assert state is not None, "initial_state is 'everywhere'"
         load_state(whole, state)
 
     def prepare(self, part: nn.Module) -> nn.Module:
-        """What becomes of a stage of this rank before torch gets it."""
+        """Prepare a stage of this rank for torch."""
         return part
 
     @property
     def tells_loss(self) -> bool:
-        """Whether the last stage lies here."""
+        """Whether this rank has the last stage."""
         return len(self.place) - 1 in self.parts
 
     def named(self, kind: Literal["parameters", "buffers"]) -> Iterator[tuple[str, Any]]:
@@ -305,7 +305,7 @@ class Pipelining(Saves):
     # ------------------------------------------------------------------------------- the schedule
 
     def make_schedule(self, window: Sequence[MicroBatch]) -> Any:
-        """torch's schedule for windows like this one: it holds buffers of their shapes."""
+        """torch's schedule for windows of this shape, because it holds buffers of their shapes."""
         shapes = self.shapes(window[0].inputs) if self.options.shapes == "given" else {}
         stages = [self.make_stage(number, shapes) for number in self.parts]
         given = stages[0] if self.options.is_single else stages
@@ -315,7 +315,7 @@ class Pipelining(Saves):
             raise Refused(f"option 'schedule' = {self.options.name!r}: {error}") from error
 
     def make_stage(self, number: int, shapes: Mapping[int, tuple[Tensor, Tensor]]) -> Stage:
-        """Stage ``number``; ``shapes`` has what goes in and what comes out (empty: infer)."""
+        """Stage ``number``; ``shapes`` has its inputs and outputs (empty: infer them)."""
         inputs, outputs = shapes.get(number, (None, None))
         made = self.stage_type(
             self.parts[number],
@@ -331,7 +331,7 @@ class Pipelining(Saves):
 
     @torch.no_grad()
     def shapes(self, inputs: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Of each stage here, meta tensors of what goes in and comes out for ``inputs``.
+        """Meta tensors of the inputs and outputs of each stage here for ``inputs``.
 
         Stage by stage in evaluation mode, on zeros; a stage tells the next one's rank its sizes.
         """
@@ -356,7 +356,7 @@ class Pipelining(Saves):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What activations are in: as the parameters."""
+        """The dtype of activations: that of the parameters."""
         return next(p.dtype for _, p in self.named("parameters"))
 
     def loss(self, outputs: Tensor, number: Tensor) -> Tensor:
@@ -365,14 +365,14 @@ class Pipelining(Saves):
         return loss
 
     def schedule_for(self, window: tuple[MicroBatch, ...]) -> Any:
-        """The schedule that is kept for windows of this length and shape."""
+        """The schedule kept for windows of this length and shape."""
         key = (len(window), *window[0].inputs.shape)
         if key not in self.schedules:
             self.schedules[key] = self.make_schedule(window)
         return self.schedules[key]
 
     def run(self, window: tuple[MicroBatch, ...], call: Any) -> list[Tensor]:
-        """``call`` a schedule's ``step`` or ``eval``; scaled losses, on the last stage's rank."""
+        """Call a schedule's ``step`` or ``eval``; return scaled losses on the last stage's rank."""
         self.window, losses = window, list[Tensor]()
         inputs = [torch.cat([micro.inputs for micro in window])] if 0 in self.parts else []
         target = torch.arange(len(window)) if self.tells_loss else None
@@ -383,7 +383,7 @@ class Pipelining(Saves):
     # ----------------------------------------------------------------------------------- the step
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
-        """Each window through its schedule, then clip and update."""
+        """Run each window through its schedule, then clip and update."""
         refuse_unequal(batch)
         self.scaler.scale(torch.zeros((), device=self.device))  # made where it is not used
         losses: list[Tensor] = []
@@ -400,10 +400,10 @@ class Pipelining(Saves):
         return StepResult(loss=total, norm=norm, metrics=metrics)
 
     def finish(self) -> None:
-        """After the last window: what is still to be done for gradients to be final."""
+        """Complete the gradients after the last window."""
 
     def total(self, losses: Sequence[Tensor]) -> Tensor | None:
-        """Their sum; ``None`` where they are not known."""
+        """The sum of the losses; ``None`` if they are unknown."""
         if not self.tells_loss:
             return None
         if not losses:
@@ -412,7 +412,9 @@ class Pipelining(Saves):
 
     @torch.no_grad()
     def clip(self, limit: float) -> Tensor:
-        """Scale gradients to a norm over all stages of at most ``limit``; the norm before."""
+        """Scale gradients to a norm over all stages of at most ``limit``; return the norm
+        before.
+        """
         gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
         norm = self.norm(gradients)
         for gradient in gradients:
@@ -420,7 +422,7 @@ class Pipelining(Saves):
         return norm
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of the gradients of all stages (float64 scalar)."""
+        """The norm of the gradients of all stages (float64 scalar)."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for gradient in gradients:
             total += power_sum(gradient)
@@ -429,7 +431,7 @@ class Pipelining(Saves):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor | None:
-        """The loss in evaluation mode, by stages and buffers made for it; on the last stage."""
+        """The loss in evaluation mode on the last stage, with temporary stages and buffers."""
         refuse_unequal(batch)
         losses: list[Tensor] = []
         with evaluating(self.parts.values()):
@@ -443,7 +445,7 @@ class Pipelining(Saves):
     # ------------------------------------------------------------------------------------ the state
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """What the stages of this rank own, whole."""
+        """The whole tensors of the stages on this rank."""
         if kind == "optimizer":
             return slot_pieces(self.optimizer, lambda n, s, t: self.pieces(f"{n}.{s}", t))
         if kind == "gradients":
@@ -453,11 +455,11 @@ class Pipelining(Saves):
         return [piece for name, tensor in named for piece in self.pieces(name, tensor)]
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
-        """What this rank holds of a tensor or slot: all of it."""
+        """The whole tensor or slot."""
         return [Piece.whole(name, tensor.detach())]
 
     def load_pieces(self, kind: Kind, pieces: Sequence[Piece]) -> None:
-        """Copy into what this rank holds; optimizer slots that do not exist yet are made."""
+        """Copy into the state of this rank; create missing optimizer slots."""
         left = copy_pieces(self.local_state(kind), pieces)
         if kind == "optimizer":
             make_slots(self.optimizer, left)
@@ -466,7 +468,7 @@ class Pipelining(Saves):
             raise Refused(f"the stages of this rank hold no {kind} {left[0].name!r}")
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """Copies of all stages' tensors, on every rank; they travel as objects."""
+        """Copies of all stages' tensors on every rank, sent as objects."""
         own = {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
         state: dict[str, Tensor] = {}
         for stage in self.comm.all_gather_object(own):
@@ -486,7 +488,7 @@ def place(options: Options, ranks: int) -> tuple[int, ...]:
 
 
 def plan(options: Options, ranks: int, micro_batches: int) -> Schedule:
-    """What torch runs for one window.  :class:`Refused` where it does not run it."""
+    """The actions that torch runs for one window. :class:`Refused` if it cannot run them."""
     name = options.name
     if name == "1f1b" and micro_batches < ranks:
         raise Refused(
@@ -504,7 +506,7 @@ def plan(options: Options, ranks: int, micro_batches: int) -> Schedule:
 
 
 def outline(options: Any, ranks: int, micro_batches: int) -> Any:
-    """A schedule of several stages a rank, of stages that compute nothing."""
+    """A schedule with several stages per rank that compute nothing."""
     form = {"num_stages": ranks * options.chunks, "group_size": ranks, "group_rank": 0}
     stages = [SimpleNamespace(submod=nn.Identity(), **form) for _ in range(options.chunks)]
     try:
@@ -514,12 +516,12 @@ def outline(options: Any, ranks: int, micro_batches: int) -> Any:
 
 
 def told_orders(made: Any, ranks: int) -> tuple[tuple[Action, ...], ...]:
-    """What a schedule of torch's runtime says of each rank."""
+    """The order of each rank that a schedule of torch's runtime reports."""
     return tuple(tuple(translated(made.pipeline_order_with_comms[rank])) for rank in range(ranks))
 
 
 def translated(order: Sequence[Any]) -> Iterator[Action]:
-    """torch's actions in our words, those that overlap one after the other.
+    """torch's actions in the suite's terms, overlapping ones one after another.
 
     The first stage has nobody to send a gradient to: torch does nothing in its I, all in its W
     (``stage.py``, ``backward_one_chunk``), so that is its BW.
@@ -534,7 +536,8 @@ def translated(order: Sequence[Any]) -> Iterator[Action]:
 
 
 def leave_forwards(schedule: Any) -> None:
-    """Take all but the forwards and their messages out of ``schedule``, if it has its own order.
+    """Remove everything except forwards and their messages from ``schedule``, if it has its own
+    order.
 
     Of a stage under ``fully_shard`` the first gather stays, too.
     """
@@ -559,7 +562,7 @@ MOST_DIMENSIONS = 8
 
 
 def refuse_torn(parts: Sequence[nn.Module], place: Sequence[int]) -> None:
-    """Raise :class:`Refused` where a parameter stands in parts of different ranks."""
+    """Raise :class:`Refused` if a parameter is used in parts on different ranks."""
     owner: dict[int, int] = {}
     for part, rank in zip(parts, place, strict=True):
         for name, parameter in part.named_parameters():
@@ -568,7 +571,9 @@ def refuse_torn(parts: Sequence[nn.Module], place: Sequence[int]) -> None:
 
 
 def refuse_unequal(batch: Batch) -> None:
-    """Raise :class:`Refused` for what a schedule would cut elsewhere than the micro-batches end."""
+    """Raise :class:`Refused` for inputs that a schedule would cut elsewhere than at
+    micro-batches.
+    """
     for window in batch.windows:
         shapes = sorted({tuple(micro.inputs.shape) for micro in window})
         if len(shapes) > 1:
@@ -586,7 +591,7 @@ def meta(tensor: Tensor, grad: bool = True) -> Tensor:
 
 @contextmanager
 def evaluating(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """``parts`` in evaluation mode, afterwards as they were."""
+    """Set ``parts`` to evaluation mode and restore their modes afterwards."""
     before = [(part, part.training) for part in parts]
     for part, _ in before:
         part.eval()

@@ -64,7 +64,7 @@ class PyTorchPostLocalSGD(Adapter):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """Trajectories that meet; what ranks use must be the same."""
+        """Trajectories that meet; all ranks must use the same parameters."""
         parse_options(Options, options)
         declines = dict.fromkeys(("unused", *VARYING), _UNUSED)
         declines |= {"unequal_micro_batches": _WITHOUT_DATA, "overflow_on_one_rank": _SKIPS}
@@ -84,15 +84,15 @@ class PyTorchPostLocalSGD(Adapter):
         self.loss_factor = self.comm.size
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """Whole on every rank."""
+        """The whole model on every rank."""
         return module
 
     def updated(self) -> dict[str, Tensor]:
-        """All that is trained."""
+        """All trained parameters."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """torch's own behind PostLocalSGDOptimizer, over the group of the axis."""
+        """torch's own optimizer inside PostLocalSGDOptimizer, over the group of the axis."""
         if self.spec.scaler is not None:
             raise Refused(f"a loss scaler: {_SKIPS}; leave it out")
         averager = self.averager_type(self.options.every, process_group=self.comm.group)
@@ -100,7 +100,7 @@ class PyTorchPostLocalSGD(Adapter):
         return self.optimizer_type(self.local, averager)
 
     def clip(self, limit: float) -> Tensor:
-        """Scale this rank's gradients to a norm of at most ``limit``; the norm before."""
+        """Scale this rank's gradients to a norm of at most ``limit``; return the norm before."""
         return nn.utils.clip_grad_norm_(list(self.updated().values()), limit, foreach=False)
 
     def local_state(self, kind: Kind) -> list[Piece]:
@@ -121,22 +121,22 @@ class PyTorchPostLocalSGD(Adapter):
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the oracle is told: the averager's rule, on one process."""
+    """The meeting for the oracle: the averager's rule in one process."""
 
     every: int
 
     def begin(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Nothing is kept."""
+        """Nothing to store."""
         return {}
 
     def meets(self, step: int) -> bool:
-        """After the first step, and after every ``every``-th one from there."""
+        """After the first step, and after every ``every``-th step from there."""
         return step % self.every == 0
 
     def meet(
         self, ends: Sequence[Mapping[str, Tensor]], kept: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Each is divided, then all are added up in the order of ranks."""
+        """Divide each, then sum all in the order of ranks."""
         met = {name: ends[0][name] / len(ends) for name in ends[0]}
         for end in ends[1:]:
             met = {name: value + end[name] / len(ends) for name, value in met.items()}

@@ -1,4 +1,4 @@
-"""The strategies of PyTorch's own systems: the textbook strategy of each, and what differs.
+"""The strategies of PyTorch's own systems: the textbook strategy of each, and the differences.
 
 Cost models lie in ``costs/``; the path of one is imported when its bytes are first compared.
 """

@@ -1,4 +1,4 @@
-"""PyTorch's tensor parallelism (``torch.distributed.tensor.parallel``), judged as it ships.
+"""PyTorch's tensor parallelism (``torch.distributed.tensor.parallel``), unmodified.
 
     what                              where
     token embedding, qkv, up, head    rows, cut over ``tensor`` (a fused qkv by heads: three blocks)
@@ -75,9 +75,9 @@ UNEQUAL = "SequenceParallel takes every rank's positions for equally many"
 
 @dataclass(frozen=True)
 class Options(Saved):
-    """``sequence_parallel``: norms and sums share the positions.  ``loss_parallel``: the loss is
-    taken of logits that stay cut on the vocabulary; with ``own_loss`` it is the workload's own,
-    called with these logits, as a script does whose loss has a further term.
+    """``sequence_parallel``: norms and sums share the positions. ``loss_parallel``: the loss uses
+    logits that stay split on the vocabulary. With ``own_loss`` it is the workload's own loss,
+    called with these logits, like a script whose loss has a further term.
     """
 
     sequence_parallel: bool = False
@@ -102,17 +102,17 @@ class PyTorchTensorParallel(Adapter):
         return declared("tensor", axes=("tensor",), declines=declines, **saves)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
-        """The options; the mesh is ranks along one axis."""
+        """The options; the mesh has ranks along one axis."""
         self.options = parse_options(self.options_type, options)
         if "tensor" not in mesh.axes:
             raise Refused(f"parallelize_module needs the axis 'tensor'; this mesh has {mesh.axes}")
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Along the one axis: ``SequenceParallel`` takes norms for equal on all ranks."""
+        """Broadcast along the one axis: ``SequenceParallel`` expects equal norms on all ranks."""
         broadcast_tensors(tensors, self.mesh.comm("tensor"))
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """Every module under torch's style for it."""
+        """Put every module under its torch style."""
         if self.options.loss_parallel and not self.options.own_loss:
             check_loss(self.build)
         styles = self.styles(module)
@@ -122,7 +122,7 @@ class PyTorchTensorParallel(Adapter):
         return module
 
     def styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
-        """By dotted name; :class:`Refused` for a model without the layers that are split."""
+        """Dotted name -> style; :class:`Refused` for a model without split layers."""
         options = self.options
         styles = plan_styles(
             module, self.build.units, options.sequence_parallel, options.loss_parallel
@@ -137,15 +137,15 @@ class PyTorchTensorParallel(Adapter):
         return styles
 
     def updated(self) -> dict[str, Tensor]:
-        """The trainable ones."""
+        """The trainable parameters."""
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def row_orders(self) -> Mapping[str, Sequence[int]]:
-        """Of fused projections."""
+        """The order of rows of fused projections."""
         return self.orders
 
     def loss(self, micro: MicroBatch) -> Tensor:
-        """Of whole logits, or of the ranks' shares of them."""
+        """The loss of whole logits, or of the ranks' shares of them."""
         if self.options.sequence_parallel:
             positions = self.module.get_parameter("embed.position.weight").shape[0]
             check_length(micro.inputs, positions, self.mesh.size("tensor"))
@@ -160,25 +160,25 @@ class PyTorchTensorParallel(Adapter):
             return parallel_loss(outputs, micro, self.build)
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
-        """torch's rule: backward runs inside ``loss_parallel`` as well."""
+        """The context of a micro-batch: torch requires backward inside ``loss_parallel``."""
         return LOSS_PARALLEL() if self.options.loss_parallel else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Products with weights have such gradients as well."""
+        """Run backward; products with weights need such gradients too."""
         with implicit_replication() if self.options.own_loss else nullcontext():
             super().backward(loss)
 
     def finish(self) -> None:
-        """Gradients as their parameters are laid out."""
+        """Lay out gradients like their parameters."""
         for parameter in self.updated().values():
             settle_gradient(parameter)
 
     def clip(self, limit: float) -> Tensor:
-        """torch's own clipping; it takes DTensors or plain tensors, not both at once."""
+        """torch's own clipping; it takes DTensors or plain tensors, but not both at once."""
         return clip_mixed(list(self.updated().values()), limit)
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """Local shards, and what is whole on every rank."""
+        """Local shards, and whole tensors of every rank."""
         if kind == "optimizer":
             slots = slot_pieces(self.optimizer, lambda n, s, t: Piece.whole(f"{n}.{s}", t))
             return [part for slot in slots for part in self.pieces(slot.name, slot.tensor)]
@@ -190,7 +190,7 @@ class PyTorchTensorParallel(Adapter):
         return [part for name, tensor in named.items() for part in self.pieces(name, tensor)]
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
-        """Of a parameter, or of a slot ``<parameter>.<slot>``."""
+        """The pieces of a parameter, or of a slot ``<parameter>.<slot>``."""
         if not isinstance(tensor, DTensor):
             return [Piece.whole(name, tensor.detach(), replica=self.mesh.rank)]
         owner = name if name in self.named else name.rpartition(".")[0]
@@ -212,7 +212,8 @@ class PyTorchTensorParallel(Adapter):
 
 
 def check_length(inputs: Tensor, positions: int, ranks: int) -> None:
-    """:class:`Refused` unless ranks get equally many positions of ``inputs`` ``(samples, length)``.
+    """:class:`Refused` unless ranks get equal numbers of positions of ``inputs`` ``(samples,
+    length)``.
 
     What lies behind the first ``positions`` of them is no position.
     """
@@ -226,7 +227,7 @@ def check_length(inputs: Tensor, positions: int, ranks: int) -> None:
 
 
 def check_loss(build: Build) -> None:
-    """:class:`Refused` for a loss that torch cannot compute of split logits."""
+    """:class:`Refused` for a loss that torch cannot compute from split logits."""
     if build.cross_entropy is None:
         raise Refused(
             "option 'loss_parallel' = true: 'Currently only the cross-entropy loss is supported', "
@@ -241,7 +242,7 @@ def check_loss(build: Build) -> None:
 
 
 def check_scaler(spec: OptimizerSpec, updated: Mapping[str, Tensor]) -> None:
-    """:class:`Refused` where torch's scaler would meet DTensors and plain tensors together."""
+    """:class:`Refused` if torch's scaler would get both DTensors and plain tensors."""
     plain = [name for name, tensor in updated.items() if not isinstance(tensor, DTensor)]
     if spec.scaler is not None and plain:
         raise Refused(
@@ -252,7 +253,7 @@ def check_scaler(spec: OptimizerSpec, updated: Mapping[str, Tensor]) -> None:
 
 
 def parallel_loss(outputs: Tensor, micro: MicroBatch, build: Build) -> Tensor:
-    """``sum(weights * cross entropy)`` of logits ``(..., classes)`` cut on the classes.
+    """``sum(weights * cross entropy)`` of logits ``(..., classes)`` split on the classes.
 
     Computed in the dtype of the weights; the same number on every rank.
     """
@@ -269,7 +270,9 @@ def parallel_loss(outputs: Tensor, micro: MicroBatch, build: Build) -> Tensor:
 
 
 def clip_mixed(parameters: Sequence[Tensor], limit: float) -> Tensor:
-    """Scale gradients to a global norm of at most ``limit``; the norm before, on every rank."""
+    """Scale gradients to a global norm of at most ``limit``; return the norm before, on every
+    rank.
+    """
     owners = [p for p in parameters if p.grad is not None]
     kinds: dict[bool, list[Tensor]] = {True: [], False: []}
     for owner in owners:
@@ -283,7 +286,7 @@ def clip_mixed(parameters: Sequence[Tensor], limit: float) -> Tensor:
 
 
 class SharedContext:
-    """A context that a whole process is in: the first thread enters it, the last one leaves."""
+    """A context of the whole process: the first thread enters it, the last one leaves it."""
 
     def __init__(self, context: Any) -> None:
         self.context, self.lock = context, threading.Lock()
@@ -291,7 +294,7 @@ class SharedContext:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, together with whoever else is."""
+        """Enter the context, possibly together with other threads."""
         with self.lock:
             if not self.inside:
                 self.stack.enter_context(self.context())

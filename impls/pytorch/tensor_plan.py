@@ -1,4 +1,4 @@
-"""PyTorch's tensor parallelism under a plan of ``parallelize_module``, anybody's.
+"""PyTorch's tensor parallelism under any plan of ``parallelize_module``.
 
 ``tensor_plan`` is ``package.module:name`` of a mapping from names of modules (with torch's
 wildcards) to styles, or of a function that makes one of the model.  Tied and frozen parameters stay
@@ -32,7 +32,7 @@ Plan = Mapping[str, ParallelStyle]
 
 
 def feed_forward(model: nn.Module) -> Plan:
-    """The pairs of layers of the suite's GPT that need no attention: up and down."""
+    """The pairs of layers of the suite's GPT without attention: up and down."""
     names = [name for name, _ in model.named_modules()]
     ups = {n: ColwiseParallel() for n in names if n.endswith("mlp.up")}
     return {**ups, **{n: RowwiseParallel() for n in names if n.endswith("mlp.down")}}
@@ -45,7 +45,7 @@ class Options(Saved):
     tensor_plan: str = "shardproof.impls.pytorch.tensor_plan:feed_forward"
 
     def plan(self) -> Plan | Callable[[nn.Module], Plan]:
-        """What the path leads to; :class:`Refused` for anything that is no plan."""
+        """The object at the path; :class:`Refused` for anything that is not a plan."""
         found = own_thing("tensor_plan", self.tensor_plan)
         if callable(found):
             gives = "a plan: names of modules with their styles"
@@ -63,21 +63,21 @@ class Options(Saved):
 
 
 class TensorPlan(PyTorchTensorParallel):
-    """The adapter: any plan."""
+    """The adapter for any plan."""
 
     depth: ClassVar[Depth] = "family"
     options_type: ClassVar[type[Any]] = Options
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """As under torch's own styles."""
+        """The capabilities of torch's own styles."""
         chosen = parse_options(Options, options)
         chosen.plan()
         saves = offered(chosen.checkpoint, denies=NO_DTENSOR)
         return declared("tensor", axes=("tensor",), **saves)
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """Every module that the plan names under its style."""
+        """Put every module that the plan names under its style."""
         plan: Any = self.options.plan()
         if callable(plan):
             plan = plan(module)
@@ -94,13 +94,13 @@ class TensorPlan(PyTorchTensorParallel):
         return module
 
     def loss(self, micro: MicroBatch) -> Tensor:
-        """Of whole outputs."""
+        """The loss of whole outputs."""
         outputs = self.module(micro.inputs)
         whole = outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
         return self.build.loss(whole, micro)
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
-        """Nothing special."""
+        """An empty context."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What the adapters around torch's tensor parallelism share: styles by module, shards as pieces.
+"""The common part of adapters for torch's tensor parallelism: styles by module, shards as pieces.
 
     module                        style of torch                 under sequence parallelism
     token embedding               ``RowwiseParallel``            its output cut on the sequence
@@ -49,7 +49,7 @@ SEQUENCE = Shard(1)
 
 
 class Replicated(ParallelStyle):
-    """Parameters as DTensors that are whole on every rank; tensors in, tensors out.
+    """Parameters as DTensors that are whole on every rank; inputs and outputs are plain tensors.
 
     torch leaves this style to its users.  ``cut`` is the dimension of the input along which ranks
     share the work (``None``: every rank does all of it).  Gradients of the parameters are then
@@ -61,7 +61,7 @@ class Replicated(ParallelStyle):
         self.layout = (Replicate() if cut is None else Shard(cut),)
 
     def enter(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
-        """The input, the same on all ranks, laid out as the module computes it."""
+        """The input, equal on all ranks, in the layout that the module computes with."""
         whole = DTensor.from_local(inputs[0], mesh, (Replicate(),), run_check=False)
         return whole.redistribute(placements=self.layout)
 
@@ -119,12 +119,14 @@ def _on_whole_sequence(name: str) -> ParallelStyle:
 
 
 def holds(module: nn.Module) -> bool:
-    """Whether there is any parameter or buffer in ``module``."""
+    """Whether ``module`` contains any parameter or buffer."""
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def outsiders(module: nn.Module, named: Iterable[str]) -> list[str]:
-    """The outermost modules with parameters or buffers that neither are nor hold one ``named``."""
+    """The outermost modules with parameters or buffers that neither are nor contain one in
+    ``named``.
+    """
     inside = set(named)
     around = {name[:at] for name in inside for at, sign in enumerate(name) if sign == "."} | {""}
     return [
@@ -140,7 +142,7 @@ def outsiders(module: nn.Module, named: Iterable[str]) -> list[str]:
 def apply_styles(
     module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh
 ) -> dict[str, list[int]]:
-    """Put ``module`` under ``styles`` over the 1-D ``mesh``; ties and frozen parameters survive.
+    """Put ``module`` under ``styles`` over the 1-D ``mesh``; keep ties and frozen parameters.
 
     Gives, by name, the order of rows in which fused projections are kept.
     Raises :class:`Refused` for sizes that torch would cut in the wrong place.
@@ -152,7 +154,7 @@ def apply_styles(
 
 
 def parallelize(module: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """``parallelize_module``; ties and frozen parameters survive it."""
+    """``parallelize_module`` that keeps ties and frozen parameters."""
     tied = _ties(module)
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     parallelize_module(module, mesh, dict(plan))
@@ -173,7 +175,7 @@ def _ties(module: nn.Module) -> dict[str, list[str]]:
 
 
 def check_sizes(module: nn.Module, styles: Mapping[str, ParallelStyle], ranks: int) -> None:
-    """Raise :class:`Refused` where heads or hidden rows do not divide by ``ranks``.
+    """Raise :class:`Refused` if heads or hidden rows do not divide by ``ranks``.
 
     Between a split by rows and one by columns torch hands on plain tensors, of which
     ``DTensor.from_local`` takes all ranks' for equally long.
@@ -196,12 +198,12 @@ def check_sizes(module: nn.Module, styles: Mapping[str, ParallelStyle], ranks: i
 
 
 def kv_heads(attention: Any) -> int:
-    """Heads of keys and values, from the rows of the fused projection."""
+    """The number of heads of keys and values, from the rows of the fused projection."""
     return int(attention.qkv.out_features // attention.head_size // (attention.group + 2))
 
 
 def rows_by_rank(attention: Any, ranks: int) -> list[int]:
-    """Numbers of the rows of ``qkv`` in an order whose equal chunks are by heads."""
+    """Numbers of the rows of ``qkv`` in an order in which equal chunks contain whole heads."""
     keys = kv_heads(attention) * attention.head_size
     parts = torch.arange(attention.qkv.out_features).split([keys * attention.group, keys, keys])
     chunks = [part.chunk(ranks) for part in parts]
@@ -210,7 +212,7 @@ def rows_by_rank(attention: Any, ranks: int) -> list[int]:
 
 @torch.no_grad()
 def reorder_fused(module: nn.Module, styles: Iterable[str], ranks: int) -> dict[str, list[int]]:
-    """Move the rows of fused projections among ``styles``; the order by parameter."""
+    """Reorder the rows of fused projections among ``styles``; return the order by parameter."""
     orders = {}
     for name in styles:
         path = name.rpartition(".")[0]
@@ -226,7 +228,8 @@ def reorder_fused(module: nn.Module, styles: Iterable[str], ranks: int) -> dict[
 
 
 def settle_gradient(parameter: Tensor) -> None:
-    """Lay the gradient of ``parameter`` out as the parameter: reduce partial sums, cut whole ones.
+    """Lay the gradient of ``parameter`` out like the parameter: reduce partial sums, cut whole
+    ones.
 
     torch leaves sums over positions that a rank did not see (norms under ``SequenceParallel``) as
     ``Partial`` and, of an embedding split by rows, gives every rank the whole gradient.
@@ -241,7 +244,7 @@ def settle_gradient(parameter: Tensor) -> None:
 def dtensor_pieces(
     name: str, tensor: DTensor, order: Sequence[int] | None, replica: int
 ) -> list[Piece]:
-    """What this rank holds of ``tensor``: one block, or the runs of a fused projection's rows.
+    """This rank's part of ``tensor``: one block, or the runs of a fused projection's rows.
 
     ``order``: the rows of the true tensor in the order in which they are kept.
     Tensors of pieces are views.
@@ -260,7 +263,9 @@ def block_pieces(
     order: Sequence[int] | None,
     replica: int,
 ) -> list[Piece]:
-    """``local``, the block ``spans`` of a tensor of ``shape``, whose rows are kept in ``order``."""
+    """``local``, the block ``spans`` of a tensor of ``shape``, whose rows are stored in
+    ``order``.
+    """
     if order is None:
         return [Piece(name, shape, local, slices=tuple(spans), replica=replica)]
     (first, last), *rest = spans
@@ -273,7 +278,9 @@ def block_pieces(
 def chunk_pieces(
     name: str, local: Tensor, dim: int, rank: int, ranks: int, order: Sequence[int] | None
 ) -> list[Piece]:
-    """``local``, the ``rank``-th of equal chunks along ``dim``; ``order`` as in the other forms."""
+    """``local``, the ``rank``-th of equal chunks along ``dim``; ``order`` as in
+    :func:`block_pieces`.
+    """
     shape, spans = list(local.shape), [(0, size) for size in local.shape]
     spans[dim] = (shape[dim] * rank, shape[dim] * (rank + 1))
     shape[dim] *= ranks
@@ -304,7 +311,7 @@ def runs(rows: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def copy_number(tensor: DTensor) -> int:
-    """Which copy this rank's part is, counted over the axes along which ranks hold the same."""
+    """The number of this rank's copy, over the axes along which ranks hold the same part."""
     number, mesh = 0, tensor.device_mesh
     for dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):

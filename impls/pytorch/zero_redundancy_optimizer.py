@@ -1,4 +1,4 @@
-"""PyTorch's ``ZeroRedundancyOptimizer`` on top of its DDP, judged as it ships.
+"""PyTorch's ``ZeroRedundancyOptimizer`` with its DDP, unmodified.
 
     what                        where
     parameters, gradients       every rank, whole and equal (DDP's)
@@ -46,7 +46,7 @@ from shardproof.impls.reference.engine.options import parse_options
 
 @dataclass(frozen=True)
 class Options(DDPOptions):
-    """DDP's and the optimizer's."""
+    """The options of DDP and of the optimizer."""
 
     parameters_as_bucket_view: bool = False
     checkpoint: Checkpoints = field(default_factory=lambda: Checkpoints("full"), kw_only=True)
@@ -63,7 +63,7 @@ class Consolidated(Full):
     """The optimizer's state by ``consolidate_state_dict``, under numbers, as torch documents it."""
 
     def gathered(self, training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Whole on rank 0, the only one that writes."""
+        """The whole state on rank 0, the only one that writes."""
         optimizer = training.optimizer
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
         optimizer.consolidate_state_dict(to=0)
@@ -71,13 +71,13 @@ class Consolidated(Full):
         return get_model_state_dict(training.model), state
 
     def put(self, training: Training, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Each rank keeps what it updates."""
+        """Keep the part of the state that this rank updates."""
         set_model_state_dict(training.model, model)
         training.optimizer.load_state_dict(optimizer)
 
 
 class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
-    """The adapter: DDP's, with another optimizer."""
+    """The adapter for DDP with another optimizer."""
 
     strategy = "zero_redundancy_optimizer"
     depth = "layout"
@@ -88,7 +88,7 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """DDP's, and sharded optimizer state; but for one combination of buckets."""
+        """DDP's capabilities and sharded optimizer state, except for one combination of buckets."""
         of_ddp, chosen = super().capabilities(options), parse_options(Options, options)
         declines = dict(of_ddp.declines)
         if chosen.parameters_as_bucket_view and not chosen.gradient_as_bucket_view:
@@ -101,7 +101,7 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
         return replace(of_ddp, features=features, declines=declines, **saves)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The same kernels as elsewhere, behind ZeroRedundancyOptimizer."""
+        """The usual kernels inside ZeroRedundancyOptimizer."""
         spec = self.spec
         return ZeroRedundancyOptimizer(
             unnamed_groups(param_groups(spec, self.trainable)),
@@ -113,7 +113,7 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
         )
 
     def local_state(self, kind: Kind) -> list[Piece]:
-        """DDP's; optimizer state of what this rank updates."""
+        """DDP's pieces; optimizer state of the parameters that this rank updates."""
         if kind != "optimizer":
             return super().local_state(kind)
         assert isinstance(self.optimizer, ZeroRedundancyOptimizer)

@@ -1,5 +1,4 @@
-"""Checkpoints as PyTorch ships them, for the adapters: ``torch.distributed.checkpoint`` and full
-state dicts.
+"""PyTorch's checkpoints for the adapters: ``torch.distributed.checkpoint`` and full state dicts.
 
     format      who writes                                      file
     dcp         every rank, what it holds                       ``dcp.save``, ``dcp.load``

@@ -1,4 +1,4 @@
-"""One tensor of which a rank holds several blocks, in the form that torch's checkpoints take.
+"""A tensor of which a rank holds several blocks, in the form of torch's checkpoints.
 
     a fused projection on rank 1 of 2             what a DTensor says     what is so
     rows of queries  4:8   of 0:8                 rows 12:24 of 0:24      4:8, 12:16, 20:24
@@ -29,13 +29,13 @@ from shardproof.contract import Piece
 
 
 class Blocks(Tensor):
-    """A tensor of ``shape`` without elements of its own; ``parts`` are blocks by first element."""
+    """A tensor of ``shape`` without its own elements; ``parts`` are blocks by first element."""
 
     parts: dict[tuple[int, ...], Tensor]
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], like: Tensor, pieces: Sequence[Piece]) -> Blocks:
-        """Of the dtype and device of ``like``."""
+        """Create it with the dtype and device of ``like``."""
         made: Blocks = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=like.dtype, device=like.device
         )
@@ -44,13 +44,15 @@ class Blocks(Tensor):
         return made
 
     def __init__(self, *given: Any) -> None:
-        """All is done when it is made."""
+        """Do nothing: ``__new__`` has done all the work."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Tensor:
-        """The one call that is made of it: a copy of its kind, whose parts are copied by name."""
+        """Support the one call that torch makes on it: a copy, whose parts are copied one by
+        one.
+        """
         if func is torch.ops.aten.new_empty.default:
             return Blocks(args[1], args[0], ())
         raise NotImplementedError(f"{func} of a tensor that is only saved and loaded")
@@ -77,5 +79,5 @@ class Blocks(Tensor):
 
 
 def reordered(name: str, orders: Mapping[str, Sequence[int]]) -> Sequence[int] | None:
-    """The order of rows of parameter ``name`` or of one of its slots; ``None``: as they are."""
+    """The order of rows of parameter ``name`` or of one of its slots; ``None`` if unchanged."""
     return orders.get(name) or orders.get(name.rpartition(".")[0])

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint``: every rank writes what it holds.
+"""``torch.distributed.checkpoint``: every rank writes its own state.
 
     save      all ranks     gather plans -> rank 0: leave out copies -> scatter -> write, fsync
               rank 0        gather results -> ``.metadata``, written, synced, renamed
@@ -29,7 +29,7 @@ from shardproof.impls.pytorch.checkpoint.state import State, Training
 
 
 class InTurn(DefaultLoadPlanner):
-    """torch's planner; ranks that are threads come one after the other.
+    """torch's planner; ranks that are threads run it one after another.
 
     To look for keys of torch 2.3 it sets a global of the process that says how keys are made.
     """
@@ -37,18 +37,18 @@ class InTurn(DefaultLoadPlanner):
     lock = threading.Lock()
 
     def set_up_planner(self, *given: Any, **named: Any) -> None:
-        """Makes keys."""
+        """Create keys."""
         with self.lock:
             super().set_up_planner(*given, **named)
 
     def create_local_plan(self) -> LoadPlan:
-        """Looks for keys."""
+        """Look up keys."""
         with self.lock:
             return super().create_local_plan()
 
 
 class Dcp:
-    """Saves the checkpoints of one run; returns when one is committed."""
+    """Save the checkpoints of one run; return when one is committed."""
 
     state_type: type[State] = State
 
@@ -63,7 +63,7 @@ class Dcp:
         return None
 
     def load(self, training: Training, folder: Path) -> tuple[int, Mapping[str, Any]]:
-        """Load ``folder``; the steps that were done, and the extra that was saved.  Collective."""
+        """Load ``folder``; return the number of steps and the saved extra state. Collective."""
         state = self.state_type(training, {})
         state.keep_generators(FileSystemReader(folder).read_metadata().state_dict_metadata)
         dcp.load(state.tree, checkpoint_id=folder, planner=InTurn())
@@ -71,22 +71,22 @@ class Dcp:
         return int(state.tree["progress"]["step"]), extra
 
     def retire(self, training: Training, root: Path) -> None:
-        """Remove what is old, on rank 0."""
+        """Remove old checkpoints on rank 0."""
         if training.rank == 0:
             folders.retire(root, self.keep)
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Nothing is pending."""
 
 
 class AsyncDcp(Dcp):
-    """The same behind the training's back, one at a time."""
+    """The same in the background, one save at a time."""
 
     group: Any = None
     under_way: Pending | None = None
 
     def save(self, training: Training, root: Path, extra: Mapping[str, Any]) -> Any:
-        """Copy the state and begin to save; first wait for the save before.  Collective."""
+        """Wait for the previous save, copy the state and start to save. Collective."""
         self.close()
         if self.group is None:
             self.group = dist.new_group(backend="gloo", group_desc=BACKGROUND)
@@ -97,20 +97,20 @@ class AsyncDcp(Dcp):
         return self.under_way
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the pending save."""
         pending, self.under_way = self.under_way, None
         if pending is not None:
             pending.wait()
 
 
 class Pending:
-    """A save under way."""
+    """A pending save."""
 
     def __init__(self, saver: AsyncDcp, training: Training, root: Path, future: Any) -> None:
         self.saver, self.training, self.root = saver, training, root
         self.future: Future[Any] = getattr(future, "upload_completion", future)
 
     def wait(self) -> None:
-        """Return when it is committed, on all ranks; a collective call."""
+        """Return when it is committed on all ranks; a collective call."""
         self.future.result()
         self.saver.retire(self.training, self.root)

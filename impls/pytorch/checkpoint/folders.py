@@ -1,4 +1,4 @@
-"""Which checkpoints are in a root: folders named after their steps, those that are committed."""
+"""The checkpoints in a root: folders named after their steps, if committed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def folder(root: Path, step: int) -> Path:
-    """Where the checkpoint after ``step`` steps goes."""
+    """The folder of the checkpoint after ``step`` steps."""
     return root / f"step-{step:08}"
 
 
@@ -24,7 +24,7 @@ def committed(root: Path) -> list[Path]:
 
 
 def is_committed(path: Path) -> bool:
-    """Whether ``path`` is a checkpoint; a link, which may lead anywhere, is none."""
+    """Whether ``path`` is a checkpoint; a link never is, because it may point anywhere."""
     return not path.is_symlink() and any((path / name).is_file() for name in (DCP, FULL))
 
 
@@ -45,7 +45,7 @@ def find(path: Path) -> Path:
 
 
 def retire(root: Path, keep: int) -> None:
-    """Remove what is older than the newest ``keep`` checkpoints of ``root``."""
+    """Remove checkpoints older than the newest ``keep`` of ``root``."""
     kept = committed(root)[:keep]
     if len(kept) < keep:
         return
@@ -55,7 +55,9 @@ def retire(root: Path, keep: int) -> None:
 
 
 def holds_dcp(path: Path) -> bool:
-    """Whether ``path`` is a folder of ``torch.distributed.checkpoint``, or holds one of a step."""
+    """Whether ``path`` is a folder of ``torch.distributed.checkpoint``, or contains one of a
+    step.
+    """
     if not path.is_dir():
         return False
     inside = (one for one in path.iterdir() if _NAME.fullmatch(one.name))

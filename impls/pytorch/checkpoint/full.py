@@ -1,4 +1,4 @@
-"""Full state dicts: rank 0 writes whole tensors into one file, and every rank reads that file.
+"""Full state dicts: rank 0 writes whole tensors into one file, and every rank reads it.
 
     save      all ranks     ``get_state_dict(full_state_dict=True)``: gathered tensor by tensor
               rank 0        ``torch.save`` beside the name, rename; the others wait for its word
@@ -30,7 +30,7 @@ from shardproof.impls.pytorch.checkpoint.state import NAMES, Training, about, dr
 
 
 class Full(Dcp):
-    """Saves the checkpoints of one run; returns when one is committed."""
+    """Save the checkpoints of one run; return when one is committed."""
 
     def save(self, training: Training, root: Path, extra: Mapping[str, Any]) -> Any:
         """Save into ``root``; a collective call."""
@@ -49,7 +49,7 @@ class Full(Dcp):
         return None
 
     def gathered(self, training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Model and optimizer, whole; on every rank, for who is on a CPU has nothing to offload."""
+        """Whole model and optimizer on every rank; on a CPU there is nothing to offload."""
         options = StateDictOptions(full_state_dict=True)
         model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
         groups: Any = optimizer["param_groups"]
@@ -59,7 +59,7 @@ class Full(Dcp):
         return model, optimizer
 
     def load(self, training: Training, folder: Path) -> tuple[int, Mapping[str, Any]]:
-        """Load ``folder``; the steps that were done, and the extra that was saved."""
+        """Load ``folder``; return the number of steps and the saved extra state."""
         tree = torch.load(folder / folders.FULL, weights_only=True)
         self.put(training, tree["model"], tree["optimizer"])
         progress, rng = tree["progress"], tree["rng"]
@@ -70,7 +70,7 @@ class Full(Dcp):
         return int(progress["step"]), json.loads(progress["extra"])
 
     def put(self, training: Training, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Each rank takes its part of what is whole."""
+        """Copy each rank's part of the whole tensors."""
         turn_rows(model, optimizer, training.orders, kept_rows)
         set_state_dict(
             training.model,
@@ -82,7 +82,7 @@ class Full(Dcp):
 
 
 def write(training: Training, tree: Mapping[str, Any], folder: Path) -> None:
-    """One file, by rank 0; all return when it is there, or raise what went wrong there."""
+    """Write one file on rank 0; all ranks return when it exists, or raise its error."""
     failure: list[str | None] = [None]
     if training.rank == 0:
         try:
@@ -97,14 +97,14 @@ def write(training: Training, tree: Mapping[str, Any], folder: Path) -> None:
 
 
 def true_rows(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """``tensor`` with its rows, which are kept in ``order``, in their own places."""
+    """``tensor`` with its rows, stored in ``order``, in their true places."""
     turned = torch.empty_like(tensor)
     turned[list(order)] = tensor
     return turned
 
 
 def kept_rows(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """The inverse."""
+    """The inverse of :func:`true_rows`."""
     return tensor[list(order)]
 
 
@@ -114,7 +114,7 @@ def turn_rows(
     orders: Mapping[str, Sequence[int]],
     turn: Callable[[Tensor, Sequence[int]], Tensor],
 ) -> None:
-    """``turn`` the rows of the parameters that ``orders`` names, and of their slots."""
+    """Apply ``turn`` to the rows of the parameters in ``orders`` and of their slots."""
     for name, order in orders.items():
         model[name] = turn(model[name], order)
         slots = optimizer["state"].get(name, {})

@@ -1,4 +1,4 @@
-"""``.metadata`` of ``torch.distributed.checkpoint``, read without carrying anything out.
+"""``.metadata`` of ``torch.distributed.checkpoint``, read without executing it.
 
 torch writes it as a pickle, which may run any code when it is loaded, and torch's own reader does
 load it.  Here the few classes that torch puts into one are stood in for by records that only keep
@@ -45,7 +45,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and where it lies: a file of the folder, first byte, bytes."""
+    """A box of a tensor, and its location: a file of the folder, first byte, bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -56,7 +56,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stored:
-    """One key: a tensor in ``chunks``, or, without a dtype, a value in one chunk of no shape."""
+    """One key: a tensor in ``chunks``, or, without a dtype, a value in one chunk without a
+    shape.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,7 +66,7 @@ class Stored:
 
 
 class Record:
-    """What stands in for an object of torch's: the name of its class, arguments and attributes."""
+    """A placeholder for a torch object: the name of its class, arguments and attributes."""
 
     kind = ""
     given: tuple[Any, ...] = ()
@@ -80,7 +82,7 @@ class Record:
         return id(self)
 
     def __getitem__(self, name: str) -> Any:
-        """An attribute; KeyError: there is none."""
+        """An attribute; KeyError if there is none."""
         if not isinstance(self.state, dict):
             raise KeyError(name)
         return self.state[name]
@@ -91,7 +93,7 @@ _RECORDS = {named: type(named[1], (Record,), {"kind": named[1]}) for named in _N
 
 
 class _Reader(pickle.Unpickler):
-    """Numbers, texts, lists, tuples, dictionaries, and records."""
+    """A reader of numbers, texts, lists, tuples, dictionaries, and records."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
@@ -105,7 +107,7 @@ class _Reader(pickle.Unpickler):
 
 
 def read(data: bytes, file: Path) -> dict[str, Stored]:
-    """Keys of a checkpoint and what is stored under them.
+    """Keys of a checkpoint, and their stored values.
 
     :raises CheckpointError: no such file, or one that names anything that could be carried out.
     """
@@ -176,7 +178,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """Of a list, or of a ``torch.Size``."""
+    """The numbers of a list or a ``torch.Size``."""
     if _is(value, "Size"):
         (value,) = value.given
     if not isinstance(value, (list, tuple)) or len(value) > 64:

@@ -1,4 +1,4 @@
-"""The option ``checkpoint`` of the adapters around PyTorch."""
+"""The option ``checkpoint`` of the adapters for PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ NO_DTENSOR = {
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """``format``: what ``save`` writes.  ``keep``: how many of a run's checkpoints stay."""
+    """``format``: the format that ``save`` writes. ``keep``: the number of a run's checkpoints to
+    keep.
+    """
 
     format: Literal["dcp", "dcp_async", "full"] = "dcp"
     keep: int = 2
@@ -43,7 +45,7 @@ def offered(
     why: str = "",
     denies: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What ``Capabilities`` say of a system that can save in ``formats``, but where it ``denies``.
+    """The ``Capabilities`` of a system that saves in ``formats``, except where it ``denies``.
 
     :raises Refused: another format was chosen; ``why`` it is not there.
     """

@@ -1,4 +1,4 @@
-"""Pickles that others wrote: no more memory is taken than their bytes explain."""
+"""Untrusted pickles, read with no more memory than their size explains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_UNFOLDED = 256
 
 
 def read_pickle(data: bytes, reader: type[pickle.Unpickler]) -> Any:
-    """What ``reader`` makes of a pickle.
+    """The result of ``reader`` on a pickle.
 
     :raises ValueError: it claims sizes that it does not have, or names values again and again.
     """
@@ -28,7 +28,8 @@ def read_pickle(data: bytes, reader: type[pickle.Unpickler]) -> Any:
 
 
 def _unfolded(value: Any, most: int) -> int:
-    """Values in ``value``, each as often as it is reached, texts by their length; or over ``most``.
+    """Number of values in ``value``, each counted as often as it is reached, texts by length; or
+    more than ``most``.
 
     :raises ValueError: it contains itself.
     """

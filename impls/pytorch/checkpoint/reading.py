@@ -1,4 +1,4 @@
-"""A folder of ``torch.distributed.checkpoint``, opened as the suite's own checkpoints are.
+"""A folder of ``torch.distributed.checkpoint`` with the interface of the suite's own checkpoints.
 
 Names are taken apart as ``state`` puts them together; other tensors keep their keys, as ``extra``.
 Nothing is carried out: ``.metadata`` is read by ``metadata``, tensors by ``torch.load`` with
@@ -58,7 +58,7 @@ _PROGRESS = "progress."
 
 @dataclass
 class DcpCheckpoint(Checkpoint):
-    """An open folder; ``chunks`` says which chunk an entry is."""
+    """An open folder; ``chunks`` maps entries to chunks."""
 
     caveats = (
         "each tensor and value has a CRC-32, which was compared; .metadata has none: what it says "
@@ -93,7 +93,7 @@ class DcpCheckpoint(Checkpoint):
         return one
 
     def _require_inside(self, chunk: Chunk) -> None:
-        """:raises CheckpointError: the name leads elsewhere, or the file is too short."""
+        """:raises CheckpointError: the name points elsewhere, or the file is too short."""
         path = self.folder / chunk.file
         if Path(chunk.file).name != chunk.file or chunk.file in (".", "..", folders.DCP):
             what = f"names {chunk.file[:80]!r}, which is no file of the folder"
@@ -105,7 +105,7 @@ class DcpCheckpoint(Checkpoint):
             raise CheckpointError(path, what, TAKE_ANOTHER)
 
     def _about(self) -> tuple[About, frozenset[str]]:
-        """What is said of the training, and the names of buffers."""
+        """Metadata of the training, and the names of buffers."""
         said: Mapping[str, Any] = self._json("about", {})
         extra: Mapping[str, Any] = self._json("extra", {})
         scale, good = self._value("scaler.scale"), self._value("scaler._growth_tracker")
@@ -164,7 +164,7 @@ class DcpCheckpoint(Checkpoint):
             self.files[file] = DataFile(file, size, 0, 0, array("I"), tuple(entries[file]))
 
     def _entry(self, kind: str, name: str, key: str, one: Stored, chunk: Chunk) -> Entry:
-        """What is said of a chunk, once it can be."""
+        """The entry of a chunk, once it can be described."""
         place_of = self.folder / folders.DCP
         if one.dtype not in _DTYPES:
             what = f"{key[:200]!r} is of dtype {one.dtype:.40}, which is not read here"
@@ -187,7 +187,7 @@ class DcpCheckpoint(Checkpoint):
     # --------------------------------------------------------------------------------- elements
 
     def _blocks(self, read: Read) -> Iterator[tuple[int, memoryview]]:
-        """All of the chunk, in one block: a zip file is read as a whole."""
+        """The whole chunk in one block, because a zip file is read as a whole."""
         entry, data = self._last
         if entry != read.entry:
             data = self._elements(read.entry)
@@ -195,7 +195,7 @@ class DcpCheckpoint(Checkpoint):
         yield 0, memoryview(data)
 
     def _elements(self, entry: Entry) -> bytes:
-        """Bytes of a chunk's elements, row-major.
+        """The bytes of a chunk's elements, row-major.
 
         :raises CheckpointError: they are not as they were written.
         """
@@ -213,7 +213,7 @@ class DcpCheckpoint(Checkpoint):
         return bytes(bytes_of(tensor.contiguous()))
 
     def _load(self, chunk: Chunk, most: int) -> Any:
-        """What torch saved in ``chunk``, of at most ``most`` bytes of elements."""
+        """The object that torch saved in ``chunk``, with at most ``most`` bytes of elements."""
         path = self.folder / chunk.file
         data = exactly(self._file(chunk.file), path, chunk.begin, chunk.begin + chunk.length)
         self.bytes_read += len(data)
@@ -237,7 +237,7 @@ class DcpCheckpoint(Checkpoint):
             raise CheckpointError(path, what, TAKE_ANOTHER) from None
 
     def verify(self) -> Iterator[CheckpointError]:
-        """All that is wrong: every chunk and value against its own checksum."""
+        """All problems: every chunk and value against its own checksum."""
         for entry in self.chunks:
             try:
                 self._elements(entry)
@@ -288,7 +288,7 @@ def _manifest(folder: Path, about: About, files: list[str] | None = None) -> Man
 
 
 def _small(path: Path) -> bytes:
-    """All of a small file."""
+    """The whole content of a small file."""
     size = size_of(path)
     if size > metadata.MOST_BYTES:
         what = f"has {size} bytes, this reader takes {metadata.MOST_BYTES}"

@@ -1,4 +1,4 @@
-"""``save`` and ``load`` of an adapter around PyTorch, by the option ``checkpoint``."""
+"""``save`` and ``load`` of an adapter for PyTorch, by the option ``checkpoint``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardproof.impls.pytorch.checkpoint.state import Training
 
 
 class Saves(Implementation):
-    """An adapter that can save; who has another optimizer or model says so."""
+    """An adapter that can save; one with another optimizer or model overrides its parts."""
 
     module: nn.Module
     mesh: Mesh
@@ -37,11 +37,11 @@ class Saves(Implementation):
     _saver: Dcp | None = None
 
     def modules(self) -> Sequence[nn.Module]:
-        """What torch knows of this rank: the model as wrapped, or stages."""
+        """The modules of this rank: the wrapped model, or stages."""
         return [self.module]
 
     def checkpoints(self) -> Checkpoints:
-        """The option; :class:`Refused` where there is none."""
+        """The option; :class:`Refused` if there is none."""
         chosen = getattr(getattr(self, "options", None), "checkpoint", None)
         if chosen is None:
             raise Refused(f"{type(self).__name__} has no option 'checkpoint': it saves nothing")
@@ -49,11 +49,11 @@ class Saves(Implementation):
         return chosen
 
     def row_orders(self) -> Mapping[str, Sequence[int]]:
-        """By parameter, the order in which true rows are kept."""
+        """Parameter -> the order in which its true rows are stored."""
         return {}
 
     def training(self) -> Training:
-        """What is saved."""
+        """The state to save."""
         mesh = self.mesh
         about = {
             "strategy": self.strategy,
@@ -70,7 +70,7 @@ class Saves(Implementation):
         )
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Any:
-        """As torch documents it, into a folder of the step."""
+        """Save as torch documents it, into a folder named after the step."""
         if self._saver is None:
             chosen = self.checkpoints()
             self._saver = getattr(self, f"{chosen.format}_type")(chosen.keep)
@@ -78,7 +78,7 @@ class Saves(Implementation):
         return self._saver.save(self.training(), path, extra)
 
     def load(self, path: Path) -> Mapping[str, Any]:
-        """Whatever an adapter saved that has these names, in any format."""
+        """Load a checkpoint of any adapter with these names, in any format."""
         keep, folder = self.checkpoints().keep, folders.find(path)
         is_full = (folder / folders.FULL).is_file()
         reader = (self.full_type if is_full else self.dcp_type)(keep)
@@ -86,6 +86,6 @@ class Saves(Implementation):
         return extra
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for pending saves."""
         if self._saver is not None:
             self._saver.close()

@@ -1,4 +1,4 @@
-"""What is saved of a system, by the functions that torch has for it, and back.
+"""The saved state of a system, read and written by torch's own functions.
 
     model.<name>                      ``get_state_dict``: parameters and buffers
     optimizer.state.<name>.<slot>     the same: moments and counters, and the settings of the group
@@ -44,7 +44,7 @@ _WRAPPED = "_fsdp_wrapped_module."
 
 @dataclass(frozen=True)
 class Training:
-    """What one rank gives and gets back.
+    """The state that one rank gives and takes back.
 
     ``modules``: the model, as wrapped, or the stages of this rank.  ``rank`` and ``world`` are the
     mesh's.  ``orders``: by parameter, the rows of the true tensor in the order in which they are
@@ -62,7 +62,7 @@ class Training:
 
     @property
     def model(self) -> nn.Module:
-        """What torch is given."""
+        """The model for torch's functions."""
         one, *others = self.modules
         return nn.ModuleList(self.modules) if others else one
 
@@ -74,7 +74,7 @@ class Training:
 
     @property
     def generators(self) -> dict[str, Generator]:
-        """Those in attributes of modules, by their paths."""
+        """Generators in attributes of modules, by their paths."""
         return {
             own_name(f"{name}.{attribute}".lstrip(".")): value
             for module in self.inner
@@ -84,7 +84,7 @@ class Training:
         }
 
     def name_of(self, key: str, at: int = 0) -> str:
-        """``key`` without the number of the stage, which is its part number ``at``."""
+        """``key`` without the number of the stage, its part number ``at``."""
         if len(self.modules) == 1:
             return key
         parts = key.split(".")
@@ -113,7 +113,7 @@ class State:
         }
 
     def _named(self, given: Mapping[str, Any], at: int) -> Iterator[tuple[str, Any]]:
-        """Of what torch gave, the keys and values of a checkpoint."""
+        """The keys and values of a checkpoint from torch's result."""
         for key, value in given.items():
             if not key.endswith(f".{NAMES}"):
                 name = self.training.name_of(key, at)
@@ -126,7 +126,7 @@ class State:
         return Blocks(value.shape, value, dtensor_pieces(name, value, order, 0))
 
     def keep_generators(self, saved: Iterable[str]) -> None:
-        """Ask for the generators of this rank only if ``saved`` has those of such a rank."""
+        """Request the generators of this rank only if ``saved`` has them."""
         names = {name.removeprefix("rng.") for name in saved if name.startswith("rng.")}
         own = self.tree["rng"].pop(key := str(self.training.rank))
         held = {name.partition(".")[2] for name in names if name.startswith(f"{key}.")}
@@ -134,7 +134,7 @@ class State:
             self.tree["rng"] = {key: own} if held == own.keys() else {}
 
     def put(self) -> Mapping[str, Any]:
-        """Hand a tree that was loaded to the system; the extra that was saved with it."""
+        """Give a loaded tree to the system; return the extra state saved with it."""
         training, progress = self.training, self.tree["progress"]
         for given, key, at in ((self.model, "model", 0), (self.optimizer, "optimizer", 1)):
             loaded: Mapping[str, Any] = self.tree[key]
@@ -156,12 +156,12 @@ class State:
 
 
 def own_name(name: str) -> str:
-    """``name`` as it was before units were wrapped."""
+    """``name`` from before units were wrapped."""
     return plain(name.replace(_WRAPPED, ""))
 
 
 def about(training: Training) -> dict[str, Any]:
-    """Who saves, with the names of buffers and the further names of tied parameters."""
+    """Metadata: the saving system, names of buffers and further names of tied parameters."""
     buffers = [own_name(n) for module in training.inner for n, _ in module.named_buffers()]
     first: dict[int, str] = {}
     aliases = {}
@@ -174,7 +174,7 @@ def about(training: Training) -> dict[str, Any]:
 
 
 def draws(training: Training) -> dict[str, Tensor]:
-    """States of generators, by name."""
+    """States of generators by their names."""
     states = {name: generator.get_state() for name, generator in training.generators.items()}
     return {"torch": torch.get_rng_state(), **states}
 
@@ -182,7 +182,7 @@ def draws(training: Training) -> dict[str, Tensor]:
 def put_progress(
     training: Training, scaler: Mapping[str, Any], states: Mapping[str, Tensor]
 ) -> None:
-    """Loss scale and generators; ``states`` are this rank's, empty where others saved."""
+    """Restore loss scale and generators; ``states`` are this rank's, empty if other ranks saved."""
     if scaler and training.scaler.is_enabled():
         training.scaler.load_state_dict(dict(scaler))
     if states:

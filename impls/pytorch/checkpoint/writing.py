@@ -1,4 +1,4 @@
-"""A checkpoint of the suite as a folder of ``torch.distributed.checkpoint``, in one process.
+"""Conversion of a suite checkpoint to a folder of ``torch.distributed.checkpoint``, in one process.
 
     parameters, buffers    ``model.<name>``, tied ones under each of their names; where masters were
                            saved, these: torch's systems keep parameters in the dtype as built
@@ -47,7 +47,7 @@ def _require_one_copy(source: Checkpoint) -> None:
 
 
 def write_dcp(source: Checkpoint, root: Path) -> Path:
-    """Write ``source`` into ``root``; the new folder.
+    """Write ``source`` into ``root``; return the new folder.
 
     :raises CheckpointError: ``source`` is damaged, tells no optimizer, is of ranks that
         train alone, or that step is there.
@@ -92,7 +92,7 @@ def write_dcp(source: Checkpoint, root: Path) -> Path:
 
 
 def whole(source: Checkpoint, kind: str, name: str) -> Tensor:
-    """All of a tensor."""
+    """The whole tensor."""
     first = source.entries((kind, name))[0]
     shape = first.place.shape
     target = torch.empty(shape, dtype=DTYPES[first.dtype])
@@ -102,7 +102,7 @@ def whole(source: Checkpoint, kind: str, name: str) -> Tensor:
 
 
 def parameters(source: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Parameters or their masters, and buffers, tied ones under each name."""
+    """Parameters or their masters, and buffers; tied ones under each name."""
     held = {}
     for kind in ("parameters", "buffers"):
         for name in source.names(kind):
@@ -115,7 +115,7 @@ def parameters(source: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def spec_of(source: Checkpoint) -> OptimizerSpec:
-    """The optimizer that trained.
+    """The specification of the saving run's optimizer.
 
     :raises CheckpointError: it is not told, or not in the form of this suite.
     """
@@ -135,7 +135,7 @@ def spec_of(source: Checkpoint) -> OptimizerSpec:
 
 
 def settings(source: Checkpoint, spec: OptimizerSpec, model: dict[str, Tensor]) -> dict[str, Any]:
-    """What ``get_state_dict`` tells of the groups, parameter by parameter."""
+    """The group settings in the form of ``get_state_dict``, parameter by parameter."""
     trained = {name.rpartition(".")[0] for name in source.names("optimizer")}
     trained = trained or set(source.names("parameters"))  # SGD without momentum has no state
     named = {n: torch.empty_like(t, device="meta") for n, t in model.items() if n in trained}
@@ -151,7 +151,7 @@ def settings(source: Checkpoint, spec: OptimizerSpec, model: dict[str, Tensor]) 
 
 
 def scaler_state(source: Checkpoint, spec: OptimizerSpec) -> dict[str, Any]:
-    """As ``GradScaler.state_dict`` has it; empty without loss scaling."""
+    """The loss scale in the form of ``GradScaler.state_dict``; empty without loss scaling."""
     told = source.manifest.about.scaler
     scaler: GradScaler = make_scaler(spec, "cpu")
     if told is None or not scaler.is_enabled():

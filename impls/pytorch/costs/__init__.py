@@ -1,1 +1,1 @@
-"""What PyTorch's own systems really send and hold, from the sources of the pinned version."""
+"""The bytes that PyTorch's own systems send and hold, from the sources of the pinned version."""

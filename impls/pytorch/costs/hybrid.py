@@ -1,4 +1,4 @@
-"""What torch 2.13's pipelining x ``fully_shard`` x tensor parallelism sends and holds."""
+"""The bytes of torch 2.13's pipelining x ``fully_shard`` x tensor parallelism."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_ACTIVE = 3
 
 
 class TorchHybrid(TorchTensorParallel):
-    """Of the layers of a rank's stages the tensor rank's part, and of its rows the shard's part.
+    """A rank's stages: the tensor rank's part of each layer, and the shard's part of its rows.
 
     Sums over ``tensor`` are those of tensor parallelism: every layer lies on one stage.  Units are
     gathered once a window and reduced at its end; what is partial over ``tensor`` is summed then.
@@ -39,7 +39,9 @@ class TorchHybrid(TorchTensorParallel):
         self.is_sharded = self.pads_gradients = bool(facts.sharded)
 
     def rows(self, tensor: TensorFacts, rank: int) -> tuple[int, int]:
-        """Rows, and elements of each, that the tensor rank of ``rank`` has before sharding."""
+        """Rows, and elements per row, of a tensor on the tensor rank of ``rank`` before
+        sharding.
+        """
         whole, rows = super().elements(tensor, rank), tensor.shape[0]
         if self.is_split_by_columns(tensor):
             return rows, whole // rows
@@ -54,7 +56,7 @@ class TorchHybrid(TorchTensorParallel):
         return chunk(rows, self.shards, self.facts.shard_of(rank)) * rest
 
     def padded_elements(self, tensor: TensorFacts, rank: int) -> int:
-        """The same with the padding of uneven rows."""
+        """The same number with the padding of uneven rows."""
         rows, rest = self.rows(tensor, rank)
         return -(-rows // self.shards) * rest
 
@@ -65,7 +67,7 @@ class TorchHybrid(TorchTensorParallel):
         return [(t, self.elements(t, rank)) for t in held]
 
     def units(self) -> Iterator[list[TensorFacts]]:
-        """The tensors of every unit of ``fully_shard``: blocks, and what else a stage has."""
+        """The tensors of every unit of ``fully_shard``: blocks, and the rest of a stage."""
         for units in self.stages.units:
             rest = [t for t in self.facts.parameters if any(u in units for u in t.units)]
             for name in (self.facts.units[unit] for unit in units):
@@ -96,11 +98,11 @@ class TorchHybrid(TorchTensorParallel):
         ]
 
     def messages(self) -> list[Flow]:
-        """Activations and their gradients, under sequence parallelism those of own positions."""
+        """Activations and their gradients; under sequence parallelism, those of own positions."""
         return exchanged(self.pipeline.messages(), self.ranks if self.is_sequence else 1)
 
     def of_unit(self, members: list[TensorFacts]) -> Iterator[Flow]:
-        """Gathers, reductions and their way over the replicas, of every tensor rank."""
+        """Gathers, reductions and sums over replicas of a unit, on every tensor rank."""
         along, across = self.facts.sharded, self.facts.replicated
         for rank in range(self.ranks):
             whole = self.payload_of(members, rank)
@@ -119,14 +121,14 @@ class TorchHybrid(TorchTensorParallel):
         return sum(self.padded_elements(t, rank) * self.shards * ITEMSIZE[t.dtype] for t in members)
 
     def sums(self) -> list[Flow]:
-        """Terms, when a window is reduced; without data axes once a step."""
+        """Sums of terms when a window is reduced; without data axes, once per step."""
         shares = len(self.facts.inputs[self.facts.step]) if self.facts.inputs else 0
         times = shares * self.windows if self.is_sharded else shares
         terms = [n * ITEMSIZE[t.dtype] for t, n in self.terms() if n]
         return [f for n in terms for f in self.each("all_reduce", [n] * times)]
 
     def norms(self) -> list[Flow]:
-        """Stacked by mesh and pipe rank, summed along each axis that cuts tensors."""
+        """Norms, stacked by mesh and pipe rank, summed along each axis that cuts tensors."""
         facts, flows = self.facts, list[Flow]()
         if not facts.clipped:
             return flows
@@ -143,7 +145,7 @@ class TorchHybrid(TorchTensorParallel):
         return flows
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
-        """Elements of ``tensor`` in the memory of ``rank``, padding included."""
+        """Elements of ``tensor`` in the memory of ``rank``, including padding."""
         if self.is_sharded:
             return self.padded_elements(tensor, rank)
         return super().held_elements(tensor, rank)

@@ -1,4 +1,4 @@
-"""What pipelines of PyTorch 2.13 send and hold, each term with its source.
+"""The bytes of pipelines of PyTorch 2.13, each term with its source.
 
 They send what ``costs.pipeline.Pipeline`` says and something more.  Shapes travel as integers in
 the first step: they stand in the rows of control traffic.
@@ -17,7 +17,7 @@ FP32 = 4
 
 
 class TorchPipelining(Pipeline):
-    """``torch.distributed.pipelining``: no byte more than a pipeline needs.
+    """``torch.distributed.pipelining``: exactly the bytes that a pipeline needs.
 
     Received activations and gradients have buffers for every micro-batch that stay from step to
     step, whatever the schedule has in flight.
@@ -33,25 +33,25 @@ class TorchPipelining(Pipeline):
     )
 
     def flows(self) -> list[Flow]:
-        """As every pipeline; the scaler's agreement on an overflow is one fp32 number."""
+        """The flows of every pipeline; the scaler's agreement on an overflow is one fp32 number."""
         scaled = [FP32] if self.facts.scaled else []
         return [*super().flows(), *flow(self.facts, cutting("layers"), "all_reduce", scaled)]
 
     def communication_at_rest(self, rank: int, step: int) -> int:
-        """Buffers of what came from other ranks: each has been in a message."""
+        """Receive buffers for other ranks' tensors, all of which have been sent as messages."""
         return super().communication_at_rest(rank, step) + self.buffers(
             rank, step, between_ranks=True
         )
 
     def unclassified_limit(self, rank: int, step: int) -> int:
-        """What went from stage to stage on one rank, and was in no message."""
+        """Tensors passed between stages of one rank, without a message."""
         return super().unclassified_limit(rank, step) + self.buffers(
             rank, step, between_ranks=False
         )
 
     def buffers(self, rank: int, step: int, between_ranks: bool) -> int:
-        """Most bytes of the buffers of ``rank``, for every length and shape of a window so far:
-        of those for what comes from another rank, or of those for what comes from this one.
+        """The largest size of the buffers of ``rank`` over all window lengths and shapes so far:
+        for tensors from another rank, or for those from this one.
 
         A micro-batch has one for what a stage receives, one for that one's gradient (which stays
         where backward was split) and one for the gradient of what the stage gives.

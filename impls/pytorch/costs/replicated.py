@@ -1,4 +1,4 @@
-"""What PyTorch 2.13's optimizers over whole copies of the model send and hold."""
+"""The bytes of PyTorch 2.13's optimizers over whole copies of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.costs.model_facts import used
 
 
 class PostLocalSGD(LocalSGD):
-    """PyTorch's: it meets after the first step already."""
+    """PyTorch's local SGD, which already meets after the first step."""
 
     strategy = "post_local_sgd"
     source = "torch PeriodicModelAverager: step % period == 0. " + LocalSGD.source
@@ -23,8 +23,8 @@ class PostLocalSGD(LocalSGD):
 
 
 class ZeroRedundancyOptimizer(CostModel):
-    """DDP, and an optimizer that gives whole parameters to ranks and broadcasts what they update:
-    2 (N-1)/N + (N-1)/N = 3 (N-1)/N Psi a rank, 1.5 times ZeRO-1 by reduce-scatter + all-gather.
+    """DDP, and an optimizer that assigns whole parameters to ranks and broadcasts the updated ones:
+    2 (N-1)/N + (N-1)/N = 3 (N-1)/N Psi per rank, 1.5 times ZeRO-1 by reduce-scatter + all-gather.
     """
 
     strategy, textbook = "zero_redundancy_optimizer", "zero1"
@@ -42,7 +42,9 @@ class ZeroRedundancyOptimizer(CostModel):
 
     @cached_property
     def owner(self) -> Mapping[str, int]:
-        """Largest first, to the rank with the fewest elements (``_partition_parameters``)."""
+        """The owner of each parameter: the largest first, to the rank with the fewest elements
+        (``_partition_parameters``).
+        """
         sizes, owner = [0] * self.facts.world, dict[str, int]()
         for group in self.facts.grouped:
             for tensor in sorted(group, key=lambda t: t.numel, reverse=True):
@@ -79,8 +81,8 @@ class ZeroRedundancyOptimizer(CostModel):
         return held
 
     def communication_at_rest(self, rank: int, step: int) -> int:
-        """DDP's buckets, unless gradients live in them, and its copies of buffers; a number for
-        each parameter to say which were used, and one for a rank without parameters.
+        """DDP's buckets, unless gradients live in them, and its copies of buffers; one number per
+        parameter for its use, and one on a rank without parameters.
         """
         facts = self.facts
         own = facts.option("gradient_as_bucket_view", False)
@@ -88,7 +90,7 @@ class ZeroRedundancyOptimizer(CostModel):
         return buckets + facts.float_buffer_bytes + 4 * (len(facts.trainable) + 1)
 
     def local(self, rank: int) -> Local:
-        """Elements by name: optimizer state of own parameters only."""
+        """Name -> elements; optimizer state of own parameters only."""
         of_ddp = self.ddp.local(rank)
         own = {n: size for n, size in of_ddp.optimizer.items() if self.owner[n] == rank}
         return Local(of_ddp.parameters, of_ddp.gradients, own)

@@ -1,4 +1,4 @@
-"""What sharded systems of PyTorch 2.13 send and hold, and where each term comes from.
+"""The bytes of sharded systems of PyTorch 2.13, with the source of each term.
 
 Paths are those below ``torch/distributed``.  The terms were found by reading the source and
 confirmed call by call with the traffic ledger.
@@ -19,7 +19,7 @@ from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 
 
 def whole_units(facts: ModelFacts) -> list[tuple[str, tuple[TensorFacts, ...]]]:
-    """Name and tensors of each unit, the root first; tensors in order of registration.
+    """Name and tensors of each unit, the root first, in order of registration.
 
     torch wants all owners of a tied parameter in one unit: a unit that shares one with what lies
     outside is left to the root.
@@ -53,7 +53,7 @@ class _Upstream(CostModel):
         return 1 if silent else self.facts.rounds
 
     def recomputed(self, units: Iterable[str]) -> str | None:
-        """The first of ``units`` that lies inside of a block which is computed again, if any."""
+        """The first of ``units`` inside a recomputed block, if any."""
         blocks = tuple(f"{block}." for block in self.facts.units)
         again = self.facts.option("recompute_every", 0)
         return next((name for name in units if again and name.startswith(blocks)), None)
@@ -64,14 +64,14 @@ class _Upstream(CostModel):
 
     @abstractmethod
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """``(tensor, elements)`` of the parameters that ``rank`` holds a part of."""
+        """``(tensor, elements)`` of the parameters of which ``rank`` holds a part."""
 
     @abstractmethod
     def reduced_bytes(self) -> list[int]:
         """Payload of each unit's reduction."""
 
     def communication_at_rest(self, rank: int, step: int) -> int:
-        """The shard that a reduction gave, until it is added to others; partial norms."""
+        """The shard that a reduction returned, until it is added; partial norms."""
         shard = max(self.reduced_bytes(), default=0) // self.facts.shards
         return shard + SCALAR_BYTES * (2 + len(self.facts.trainable))
 
@@ -81,7 +81,7 @@ class _Upstream(CostModel):
 
 class FSDP2(_Upstream):
     """``fully_shard``: every parameter is cut into chunks on dim 0, padded to the first chunk's
-    size; a unit's chunks travel together.
+    size; the chunks of a unit are sent together.
     """
 
     strategy, textbook = "fsdp2", "fsdp"
@@ -125,14 +125,16 @@ class FSDP2(_Upstream):
         return tensor.trainable and tensor.first_use is not None
 
     def regathered(self, name: str) -> int:
-        """Over how many ranks unit ``name`` is gathered before backward (1: it is not)."""
+        """The number of ranks over which unit ``name`` is gathered before backward (1: not
+        gathered).
+        """
         chosen = self.facts.options.get("reshard_after_forward")
         if chosen is None:
             chosen = name != ""
         return int(chosen) if not isinstance(chosen, bool) else (self.ranks if chosen else 1)
 
     def refuse_recomputed(self) -> None:
-        """Raise where a forward that runs again gathers units ahead (_fsdp_state.py, _pre_forward):
+        """Raise if a recomputed forward gathers units ahead (_fsdp_state.py, _pre_forward), because
         the backward of some of them is over.
         """
         facts = self.facts
@@ -169,7 +171,7 @@ class FSDP2(_Upstream):
         return [*flows, *self.overflow(facts.sharded)]
 
     def gathered_in_vain(self) -> list[int]:
-        """Bytes that the first backward after an evaluation gathers for nobody, if any.
+        """Bytes that the first backward after an evaluation gathers without need, if any.
 
         A forward without a backward leaves its units in the list from which each unit's backward
         gathers the one before it (_fsdp_param_group.py, post_forward_order).  So the first unit's
@@ -188,7 +190,7 @@ class FSDP2(_Upstream):
         return [sum(self.padded(t) * ITEMSIZE[self.facts.compute(t.dtype)] for t in last)]
 
     def reduced_bytes(self) -> list[int]:
-        """Bytes of each unit's reduce-scatter, padding included."""
+        """Bytes of each unit's reduce-scatter, including padding."""
         return [
             sum(
                 self.padded(t) * ITEMSIZE[self.facts.reduction(t.dtype)]
@@ -205,15 +207,15 @@ class FSDP2(_Upstream):
         return model.grouped_flow(facts.sharded, "all_gather", [payload], k, times)
 
     def called(self, name: str) -> int:
-        """How often one forward calls the unit ``name``; the root once."""
+        """The number of calls of unit ``name`` in one forward; one for the root."""
         return self.facts.called(name) if name else 1
 
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        """Chunks, empty ones too: the optimizer gets them all."""
+        """Chunks, including empty ones, which the optimizer gets too."""
         return [(t, self.rows(t, rank)) for t in self.facts.parameters]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Padded chunks of parameters and gradients; state of what the chunks really hold."""
+        """Padded chunks of parameters and gradients; state of the actual elements."""
         return {
             "parameters": sum(self._chunk(t) for t in self.facts.parameters),
             "masters": 0,
@@ -230,10 +232,10 @@ ALIGNMENT = 16
 
 
 class FlatParameter(Flat):
-    """FSDP1's flat parameter: members at multiples of 16 bytes of what they are computed in."""
+    """FSDP1's flat parameter: members at multiples of 16 bytes of the compute dtype."""
 
     def parts(self, shard: int) -> list[tuple[TensorFacts, int]]:
-        """As every layout; a tensor of no elements at the edge of a shard has a part in none."""
+        """The parts of every layout; an empty tensor at the edge of a shard has no part."""
         inside = {
             tensor.name
             for tensor, (start, _) in zip(self.members, self.spans, strict=True)
@@ -243,7 +245,7 @@ class FlatParameter(Flat):
 
 
 class FSDP1(_Upstream):
-    """``FullyShardedDataParallel`` with ``use_orig_params``: one flat parameter a unit."""
+    """``FullyShardedDataParallel`` with ``use_orig_params``: one flat parameter per unit."""
 
     strategy, textbook = "fsdp1", "fsdp"
     source = (
@@ -259,7 +261,7 @@ class FSDP1(_Upstream):
 
     @property
     def kind(self) -> str:
-        """The sharding strategy that the options choose."""
+        """The sharding strategy chosen by the options."""
         return str(self.facts.option("sharding_strategy", "FULL_SHARD"))
 
     @property
@@ -269,7 +271,7 @@ class FSDP1(_Upstream):
 
     @cached_property
     def flats(self) -> list[tuple[str, FlatParameter]]:
-        """Unit and flat parameter, the root first; one that is whole is padded for the ranks."""
+        """Unit and flat parameter, the root first; whole ones are padded for the ranks."""
         facts = self.facts
         multiple = facts.replicas if self.kind == "NO_SHARD" else 1
         alignment = {dtype: ALIGNMENT // ITEMSIZE[facts.compute(dtype)] for dtype in ITEMSIZE}
@@ -280,7 +282,7 @@ class FSDP1(_Upstream):
 
     @staticmethod
     def trained(flat: FlatParameter) -> bool:
-        """Whether some member of ``flat`` gets a gradient."""
+        """Whether any member of ``flat`` gets a gradient."""
         return any(t.trainable and t.first_use is not None for t in flat.members)
 
     def flows(self) -> list[Flow]:
@@ -312,7 +314,7 @@ class FSDP1(_Upstream):
         ]
 
     def refuse_recomputed(self) -> None:
-        """Raise where units lie inside of blocks that are computed again.
+        """Raise if units lie inside recomputed blocks.
 
         Each is gathered a third time, but the last that runs again: torch stops there as soon as it
         has what backward wants (utils/checkpoint.py, early_stop), which depends on the model.
@@ -327,14 +329,14 @@ class FSDP1(_Upstream):
             )
 
     def reduced_bytes(self) -> list[int]:
-        """Whole flat parameters, if anything in them is trained."""
+        """Whole flat parameters that have a trained member."""
         reduction = self.facts.reduction
         return [
             flat.padded_bytes(reduction(flat.dtype)) * self.trained(flat) for _, flat in self.flats
         ]
 
     def parts(self, flat: FlatParameter, rank: int) -> list[tuple[TensorFacts, int]]:
-        """``(tensor, elements)`` of what the shard of ``rank`` holds of ``flat``."""
+        """``(tensor, elements)`` of the members of ``flat`` in the shard of ``rank``."""
         return flat.parts(self.facts.shard_of(rank) if self.shards > 1 else 0)
 
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
@@ -342,7 +344,7 @@ class FSDP1(_Upstream):
         return [part for _, flat in self.flats for part in self.parts(flat, rank)]
 
     def gradient_bytes(self, rank: int) -> int:
-        """Whole shards in which ``rank`` owns a part of something that is trained."""
+        """Whole shards in which ``rank`` owns a part of a trained parameter."""
         return sum(
             flat.shard_bytes()
             for _, flat in self.flats
@@ -359,8 +361,8 @@ class FSDP1(_Upstream):
         }
 
     def communication_at_rest(self, rank: int, step: int) -> int:
-        """Shards of padding only, too, and gradients of such or of frozen parameters: FSDP keeps
-        them with the others'.
+        """Shards of padding, and gradients of those or of frozen parameters: FSDP keeps them with
+        the others'.
         """
         padding = sum(f.shard_bytes() for _, f in self.flats if not self.parts(f, rank))
         every = sum(flat.shard_bytes() for _, flat in self.flats if self.trained(flat))

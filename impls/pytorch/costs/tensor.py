@@ -1,4 +1,4 @@
-"""What tensor parallelism of PyTorch 2.13 sends and holds.
+"""The bytes of tensor parallelism of PyTorch 2.13.
 
 Paths are those below ``torch/distributed/tensor``.  The terms were found by reading the source and
 confirmed call by call with the traffic ledger.
@@ -46,11 +46,12 @@ class TorchTensorParallel(TensorParallel):
         self.odd = tuple(name for name, kind in facts.modules.items() if kind == _ODD)
 
     def is_styled(self, tensor: TensorFacts) -> bool:
-        """Whether ``tensor`` becomes a DTensor, be it split or whole."""
+        """Whether ``tensor`` becomes a DTensor, split or whole."""
         return not any(owner.startswith(f"{o}.") for owner in tensor.owners for o in self.odd)
 
     def terms(self) -> list[tuple[TensorFacts, int]]:
-        """What ``SequenceParallel`` leaves as sums over each rank's positions: norms, positions.
+        """Gradients that ``SequenceParallel`` leaves as sums over each rank's positions: norms,
+        positions.
 
         Biases of ``RowwiseParallel`` and modules without a style see the whole sequence.
         """
@@ -73,31 +74,31 @@ class TorchTensorParallel(TensorParallel):
         return [*flows, *flow(facts, cutting("widths"), "all_reduce", [4] if facts.scaled else [])]
 
     def gathered_twice(self) -> int:
-        """None: torch keeps for W what B has gathered (pipelining/_backward.py)."""
+        """None: torch keeps for W the tensors that B has gathered (pipelining/_backward.py)."""
         return 0
 
     def gathered_length(self, positions: int) -> int:
-        """Without padding."""
+        """The length without padding."""
         return positions
 
     def of_targets(self, numbers: list[int]) -> list[Flow]:
-        """Three numbers a target."""
+        """Three numbers per target."""
         return self.each("all_reduce", numbers, 3)
 
     def sums(self) -> list[Flow]:
-        """Each term in a call of its own, once a step."""
+        """One call per term, once per step."""
         terms = [n * ITEMSIZE[t.dtype] for t, n in self.terms()]
         return flow(self.facts, cutting("widths"), "all_reduce", terms)
 
     def norms(self) -> list[Flow]:
-        """All DTensors' norms in one call."""
+        """The norms of all DTensors in one call."""
         if not self.facts.clipped:
             return []
         stacked = [ITEMSIZE[t.dtype] for t in self.facts.trainable if self.is_styled(t)]
         return flow(self.facts, cutting("widths"), "all_reduce", [sum(stacked)])
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
-        """Elements of ``tensor`` in memory: the largest part, as torch pads."""
+        """Elements of ``tensor`` in memory: the largest part, because torch pads."""
         if not self.is_split(tensor):
             return tensor.numel
         return max(self.elements(tensor, other) for other in range(self.ranks))
@@ -107,7 +108,9 @@ class TorchTensorParallel(TensorParallel):
         return 0
 
     def unclassified_limit(self, rank: int, step: int) -> int:
-        """A loss a micro-batch and the norm, in fp32 or wider; numbers of ranks and of a scaler."""
+        """One loss per micro-batch and the norm, in fp32 or wider; a few numbers of ranks and of a
+        scaler.
+        """
         facts, wide = self.facts, max(ITEMSIZE[self.table.dtype], ITEMSIZE["float32"])
         kept = facts.world + (_OF_SCALER if facts.scaled else 0)
         return wide * (facts.rounds + facts.clipped) + _NUMBER * kept

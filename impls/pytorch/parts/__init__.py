@@ -1,1 +1,1 @@
-"""What the adapters share."""
+"""Parts that the adapters share."""

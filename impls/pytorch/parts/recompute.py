@@ -1,4 +1,4 @@
-"""Activation checkpointing as PyTorch ships it, for the adapters.
+"""PyTorch's activation checkpointing for the adapters.
 
 torch's ``checkpoint_wrapper`` (not reentrant) goes around every unit: its input is kept, and
 backward runs it again.  torch restores the global generators for that, but neither a module's own
@@ -28,12 +28,12 @@ CHECKPOINT = "_checkpoint_wrapped_module."
 
 
 def plain(name: str) -> str:
-    """``name`` as it was before units were checkpointed."""
+    """``name`` from before units were checkpointed."""
     return name.replace(CHECKPOINT, "")
 
 
 def single_unit(recompute_every: int) -> None:
-    """:class:`Refused` unless every unit is computed again by itself, or none is."""
+    """:class:`Refused` unless every unit is recomputed by itself, or none is."""
     at_least("recompute_every", recompute_every, 0)
     if recompute_every > 1:
         raise Refused(
@@ -57,7 +57,7 @@ def checkpoint_units(module: nn.Module, units: Iterable[str]) -> None:
 def contexts(
     modules: Sequence[nn.Module],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around the forward that begins now, and around its repetition."""
+    """The contexts of the forward that begins now and of its repetition."""
     values = [value for module in modules for value in vars(module).values()]
     generators = [value for value in values if isinstance(value, Generator)]
     draws = [generator.get_state() for generator in generators]
@@ -68,7 +68,7 @@ def contexts(
 def as_before(
     generators: Sequence[Generator], draws: Sequence[Tensor], buffers: Buffers
 ) -> Iterator[None]:
-    """``generators`` at ``draws``, copies of ``buffers`` bound; afterwards both as they are now."""
+    """Set ``generators`` to ``draws`` and bind copies of ``buffers``; restore both afterwards."""
     now = [generator.get_state() for generator in generators]
     for generator, state in zip(generators, draws, strict=True):
         generator.set_state(state)

@@ -1,4 +1,4 @@
-"""Loss scaling as PyTorch ships it, for the adapters.
+"""PyTorch's loss scaling for the adapters.
 
     loss        ``scale``: times the scale                 backward: so are all gradients
     gradients   ``unscale_``: divided by it; an overflow is looked for in what this rank updates
@@ -45,7 +45,7 @@ def make_scaler(spec: OptimizerSpec, device: str, shards: ProcessGroup | None = 
 
 
 def _unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Divide the gradients of ``optimizer``; the scale that they had, and whether they overflowed.
+    """Divide the gradients of ``optimizer``; return their scale and whether they overflowed.
 
     Nothing without a policy.  torch reports an overflow only by skipping the step that follows, too
     late to skip clipping, so what ``unscale_`` noted is read instead.
@@ -66,7 +66,7 @@ def update(
     step: int,
     observe: Observe,
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """The end of a step, once its gradients are summed: unscale, clip, update, clear.
+    """End a step with summed gradients: unscale, clip, update, clear.
 
     ``clip`` scales gradients to a norm of at most what it is given, and gives the norm before.  It
     is left out after an overflow.  Returns that norm (``None``: not clipped) and the metrics.
