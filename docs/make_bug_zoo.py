@@ -1,4 +1,4 @@
-"""Generates docs/bug-zoo.md: real faults, the planted faults that stand for them, and their checks.
+"""Generate docs/bug-zoo.md: real faults, the planted faults that stand for them, and their checks.
 
     python docs/make_bug_zoo.py          # write the page
     python docs/make_bug_zoo.py --check  # exit code 1 if the committed page is stale

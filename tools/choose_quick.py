@@ -1,4 +1,5 @@
-"""Chooses the quick tier of conformance: more pairs of a trigger and a feature for the same CPU.
+"""Choose the quick tier of conformance: more pairs of a trigger and a feature for the same CPU
+time.
 
     python -m tools.choose_quick             # writes the `quick:` rules and quick.md again
     python -m tools.choose_quick --measure   # first the CPU seconds of each case (20 minutes),
@@ -60,17 +61,17 @@ _BLOCK = re.compile(r"^quick:\n((?:[ #].*\n)+)", re.MULTILINE)
 
 
 def is_covering(case: Case) -> bool:
-    """Whether ``cover.py`` wrote it."""
+    """Whether ``cover.py`` wrote the file."""
     return case.scenario.startswith(f"{cover.FOLDER.name}-")
 
 
 def name_of(case: Case) -> str:
-    """Its id without the tier."""
+    """The case id without its tier."""
     return case.id.rpartition("::")[0]
 
 
 def met(case: Case) -> frozenset[cover.Item]:
-    """The pairs of ``case``, and what else the tier may not lose with it."""
+    """The pairs of ``case``, and the other items that the tier must keep."""
     words = {f"lane {case.lane}", *(f"check {name}" for name in case.checks)}
     if (relation := case.expect.get("relation")) is not None:
         words.add(f"relation {relation if isinstance(relation, str) else 'same_as'}")
@@ -84,7 +85,9 @@ def met(case: Case) -> frozenset[cover.Item]:
 
 
 def stands(case: Case, measured: Collection[str], homes: Collection[str], texts: str) -> bool:
-    """Whether ``case`` is needed for something that is not counted, or was not measured."""
+    """Whether ``case`` must stay: for something that is not counted, or because it was not
+    measured.
+    """
     uncounted = not pairs.counts(case) or case.fault is not None
     named = case.id in homes or case.id in texts
     return uncounted or named or name_of(case) not in measured
@@ -93,7 +96,8 @@ def stands(case: Case, measured: Collection[str], homes: Collection[str], texts:
 def choose(
     standing: Sequence[Case], pool: Sequence[Case], costs: Mapping[str, float], room: float
 ) -> list[Case]:
-    """Cases of ``pool`` that meet, with ``standing``, what its quick cases met, and more.
+    """Cases of ``pool`` that, with ``standing``, cover at least the pairs of the current quick
+    cases.
 
     Some of the room goes to whatever meets most, then as much as is needed to what must stay met,
     the rest to pairs again: the share that gives the most pairs is taken.
@@ -127,7 +131,7 @@ def choose(
 
 
 def rules(file: ScenarioFile, text: str, chosen: Sequence[Cell]) -> str:
-    """``text`` of ``file`` with ``quick:`` rules for ``chosen``: rules of which all stays stay."""
+    """``text`` of ``file`` with ``quick:`` rules for ``chosen``; unchanged rules are kept."""
     every, keys = cells(file, installed()), {cell.key for cell in chosen}
     block = _BLOCK.search(text)
     own = re.split(r"^(?=  - )", block[1], flags=re.MULTILINE)[1:] if block else []
@@ -144,7 +148,7 @@ def rules(file: ScenarioFile, text: str, chosen: Sequence[Cell]) -> str:
 
 
 def narrowed(rule: schema.Match, stay: Sequence[Cell], every: Sequence[Cell]) -> list[str]:
-    """Lines of rules, as few as one axis can make them, for those of its cells that ``stay``."""
+    """The fewest lines of rules over one axis that select the cells in ``stay``."""
     given = rule.model_dump(exclude_unset=True)
     for axis, value in _VALUES.items():
         tried = {**given, axis: list(dict.fromkeys(map(value, stay)))}
@@ -164,7 +168,7 @@ def _line(rule: Mapping[str, Sequence[Any]]) -> str:
 
 
 def measure(cases: Sequence[Case]) -> None:
-    """Write down the CPU seconds of each that passes, of all processes; of others it tells."""
+    """Record the CPU seconds of each passing case, over all processes; report the others."""
     costs = {}
     with Session(1) as session:
         for case in cases:
@@ -178,7 +182,7 @@ def measure(cases: Sequence[Case]) -> None:
 
 
 def told(what: str, cases: Sequence[Case], saved: Sequence[Case], seconds: float) -> str:
-    """Size, CPU seconds and pairs of a tier, those of checkpoints counted."""
+    """Size, CPU seconds and pairs of a tier, including checkpoints."""
     found = set().union(*(pairs.of(case) for case in (*cases, *saved) if pairs.counts(case)))
     return f"{what}: {len(cases)} cases, {seconds:.0f} CPU seconds, {len(found):,} pairs"
 

@@ -1,4 +1,4 @@
-"""Chooses cases for pairs of a trigger and a feature that no scenario has (suite/coverage/).
+"""Choose cases for pairs of a trigger and a feature that no scenario has (suite/coverage/).
 
     python -m tools.cover                # writes scenarios/conformance/covering/ again
     python -m tools.cover --draw 20000   # among more cases: fewer are needed
@@ -73,7 +73,7 @@ Item: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """``group``: the file that it would stand in; ``cost``: CPU seconds."""
+    """``group``: the file for the case; ``cost``: CPU seconds."""
 
     group: str
     case: Case
@@ -82,20 +82,20 @@ class Candidate:
 
 
 def estimate(case: Case) -> float:
-    """About the CPU seconds that ``case`` takes."""
+    """The estimated CPU seconds of ``case``."""
     several = 0.0 if BACKENDS[case.backend].threads else 1.0
     return 1.0 + case.world * (0.2 + several * 0.3)
 
 
 def standing(*written: Path) -> list[Case]:
-    """Every case of the scenarios that stand, but for those in the folders ``written``."""
+    """Every case of the existing scenarios, without those in the folders ``written``."""
     names = [str(folder) for folder in STANDING]
     files = [f for f in find(names) if not {*written} & {*Path(f.file).resolve().parents}]
     return pairs.taken([case for file in files for case in expand(file, installed())])
 
 
 def drawn(count: int) -> Iterator[tuple[str, Case]]:
-    """Cases of a campaign that a scenario can say, each after the file that it would stand in."""
+    """Cases of a campaign that a scenario can express, each after the file that it would be in."""
     source = random.Random(SEED)
     for number in range(count):
         case = numbered_case(number, SEED, most_traits=MOST_TRAITS)
@@ -115,7 +115,7 @@ def drawn(count: int) -> Iterator[tuple[str, Case]]:
 
 
 def varied(cases: Sequence[Case], count: int) -> Iterator[tuple[str, Case]]:
-    """Cases of scenarios with other traits, cuts of the batch, meshes and models, likewise."""
+    """Cases of scenarios with other traits, batch cuts, meshes and models, each after its file."""
     source = random.Random(SEED)
     able = [case for case in cases if can_vary(case) and case.lane not in EXACT]
     # What is wrong with systems of others is found by hand, and told under xfail.
@@ -132,7 +132,7 @@ def varied(cases: Sequence[Case], count: int) -> Iterator[tuple[str, Case]]:
 
 
 def _group(case: Case) -> str:
-    """The scenario, and the plan where it has some: a file has one plan."""
+    """The scenario, and the plan if there is one, because a file has one plan."""
     plan = "".join(f"[{part}" for part in case.id.split("::")[0].split("[")[1:])
     return case.scenario + (plan if case.checkpoint or case.membership or case.deaths else "")
 
@@ -140,7 +140,7 @@ def _group(case: Case) -> str:
 def choose(
     candidates: Iterable[Candidate], wanted: set[Item], room: float = math.inf
 ) -> list[tuple[Candidate, set[Item]]]:
-    """Candidates that have all of ``wanted`` that any of them has, each with what it adds.
+    """Candidates that together have all of ``wanted`` that any has, each with its new items.
 
     Those with the most for their cost come first; together they cost no more than ``room``.
     """
@@ -170,7 +170,7 @@ def scenario(
     chosen: Sequence[tuple[Candidate, set[Item]]],
     quick: Collection[Candidate] = (),
 ) -> str:
-    """The file ``name`` of cases that were chosen for ``what``, of which some are ``quick``."""
+    """The file ``name`` of cases chosen for ``what``, some of them ``quick``."""
     # What a cell of ``include`` does not say it has of the matrix: a precision cannot be unsaid.
     chosen = sorted(chosen, key=lambda one: "precision" in _cell(one[0].case, 0))
     first = chosen[0][0].case
@@ -197,7 +197,7 @@ def scenario(
 
 
 def _what(new: set[Item]) -> str:
-    """The first of the new items, by feature, and how many there are."""
+    """The first of the new items, by feature, and their number."""
     first = min(new, key=lambda item: item[::-1])
     return " with ".join(first) + (f", and {len(new) - 1} more" if len(new) > 1 else "")
 
@@ -224,14 +224,14 @@ def _cell(case: Case, number: int) -> dict[str, Any]:
 
 
 def _optimizer(spec: OptimizerSpec) -> dict[str, Any]:
-    """What it has unlike another of its name; clipping is an axis of its own."""
+    """The values in which it differs from others of its name; clipping is a separate axis."""
     plain = asdict(OptimizerSpec(name=spec.name, groups=spec.groups, clip_norm=spec.clip_norm))
     own = {name: v for name, v in asdict(spec).items() if _flow(v) != _flow(plain[name])}
     return {"name": spec.name, "lr": spec.lr, **own}
 
 
 def _plans(case: Case) -> list[str]:
-    """The plan that every case of the file has, and what is expected beside numbers."""
+    """The plan of every case in the file, and the expectations apart from numbers."""
     lines = []
     if case.expect:
         lines.append(f"expect: {_flow(dict(case.expect))}")
@@ -256,7 +256,7 @@ _flow = json.dumps
 
 
 def failing(session: Session, chosen: Sequence[Candidate]) -> set[Candidate]:
-    """Those of ``chosen`` that do not pass; of those that their system does not refuse it tells."""
+    """The ``chosen`` cases that do not pass; report those that their system does not refuse."""
     cases = [replace(one.case, id=f"{number}::{one.group}") for number, one in enumerate(chosen)]
     results, _ = session.run(cases, lambda result: None)
     found = set()
@@ -273,7 +273,7 @@ def failing(session: Session, chosen: Sequence[Candidate]) -> set[Candidate]:
 def passing(
     candidates: Sequence[Candidate], wanted: set[Item], most: int | None
 ) -> list[tuple[Candidate, set[Item]]]:
-    """Those chosen for ``wanted``, at most ``most``, each of which was tried and passes."""
+    """The cases chosen for ``wanted``, at most ``most``, that were tried and pass."""
     tried: set[Candidate] = set()
     wrong: set[Candidate] = set()
     with Session(cores()) as session:
@@ -299,7 +299,9 @@ def write(
     more: str = "",
     quick: Collection[Candidate] = (),
 ) -> None:
-    """Put them into files of ``folder`` in place of those there, or, as ``more``, beside them."""
+    """Write them into files of ``folder``, replacing the existing files, or, with ``more``, adding
+    to them.
+    """
     groups = defaultdict[str, list[tuple[Candidate, set[Item]]]](list)
     homes: dict[str, dict[str, int]] = {}
     for one in chosen:
@@ -323,7 +325,7 @@ def write(
 
 
 def arrays(draw: int) -> None:
-    """Write the cases for triples of conditions, and say which share is met before and after."""
+    """Write the cases for triples of conditions, and print the covered share before and after."""
     cases = [case for case in standing(ARRAYS) if pairs.counts(case)]
     others = [(g, c) for g, c in (*drawn(draw), *varied(cases, draw)) if c.world > 1]
     candidates = [Candidate(g, c, conditions.triples(c), estimate(c)) for g, c in others]

@@ -40,14 +40,14 @@ CHECKS = "suite/checks/"
 
 @dataclass(frozen=True)
 class Choice:
-    """Names of the faults to plant, and the reason in one sentence."""
+    """Names of the faults to plant, and the reason as one sentence."""
 
     names: Sequence[str]
     reason: str
 
 
 def choose(faults: Mapping[str, Any], changed: Iterable[str] | None, salt: str) -> Choice:
-    """What to plant of ``faults`` (name -> declaration) after ``changed`` files.
+    """Choose among ``faults`` (name -> declaration) after ``changed`` files.
 
     ``changed`` holds paths relative to the root; ``None``: not known, so all are planted.
     ``salt`` decides which fault of a kind is planted.
@@ -93,7 +93,7 @@ def files_of(fault: Any) -> set[str]:
 
 @cache
 def _closure(module: str) -> frozenset[str]:
-    """Files of ``impls/`` that importing ``module`` loads, wherever the statements stand."""
+    """Files of ``impls/`` that importing ``module`` loads, wherever the import statements are."""
     found: set[str] = set()
     todo = [module]
     while todo:
@@ -116,7 +116,9 @@ def _file(module: str) -> Path | None:
 
 
 def changed_files() -> list[str] | None:
-    """Files that differ between the stamp's commit and HEAD; ``None``: all faults are due."""
+    """Files that differ between the stamp's commit and HEAD; ``None`` if all faults must be
+    planted.
+    """
     try:
         stamp = json.loads(STAMP.read_text(encoding="utf-8"))
         planted, now = datetime.fromisoformat(stamp["date"]), _head_date()
@@ -137,13 +139,13 @@ def _git(*words: str) -> str:
 
 
 def write_stamp() -> None:
-    """Record that every fault died at HEAD."""
+    """Record that every fault was killed at HEAD."""
     stamp = {"commit": _git("rev-parse", "HEAD"), "date": _head_date().isoformat()}
     STAMP.write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plant what is due; the exit code of ``shardproof mutants``."""
+    """Plant the affected faults; return the exit code of ``shardproof mutants``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", action="store_true", help="plant every fault, write the stamp")
     parser.add_argument("--list", action="store_true", help="print names, plant nothing")

@@ -1,4 +1,4 @@
-"""Every reference strategy beside its upstream peer: one table with intervals, for the README.
+"""Every reference strategy compared with its upstream peer: one table with intervals.
 
     make peers                                        times scenarios/speed/peers.yaml, then
     python -m tools.peers RUN results/README.md       puts the table between the page's markers
@@ -56,7 +56,7 @@ def is_peers(line: PairLine) -> bool:
 
 
 def missing(run: Run) -> list[str]:
-    """Names of the pairs of ``scenarios/speed/peers.yaml`` of which ``run`` has no line.
+    """Names of the pairs of ``scenarios/speed/peers.yaml`` without a line in ``run``.
 
     Sides and name identify a pair; with a package missing its line is a ``precondition``.
     """
@@ -69,7 +69,7 @@ def _key(pair: Pair) -> tuple[str, str]:
 
 
 def table(lines: Sequence[PairLine]) -> str:
-    """The table as Markdown, and below it how to read it."""
+    """The table as Markdown, followed by notes on how to read it."""
     shown = [line for line in lines if is_peers(line)]
     report = stats.family(shown)
     body = [_row(line, report[line.id].verdict if line.id in report else "") for line in shown]
@@ -90,7 +90,7 @@ def _row(line: PairLine, verdict: str) -> tuple[str, ...]:
 
 
 def _side(line: PairLine, letter: str) -> str:
-    """Name, the options that distinguish one row from the next, and a mesh of several axes."""
+    """Name, the options that distinguish rows, and a mesh of several axes."""
     side, mesh = line.pair.side(letter), line.meshes.get(letter, {})
     words = [
         key if value is True else f"{value}"
@@ -111,7 +111,7 @@ def _peak(line: PairLine) -> str:
 
 
 def section(run: Run) -> str:
-    """The table of ``run`` with what was measured where, as it stands between the markers.
+    """The table of ``run`` with its provenance, as inserted between the markers.
 
     :raises SelectionError: the run has not every pair of the scenario.
     """
@@ -150,7 +150,7 @@ def _span(values: Sequence[int]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Put the table of a run into a page; exit code 2 where the run gives none."""
+    """Put the table of a run into a page; exit code 2 if the run has none."""
     parser = argparse.ArgumentParser(prog="python -m tools.peers", description=main.__doc__)
     parser.add_argument("run", metavar="RUN", help="run folder or id")
     parser.add_argument("page", metavar="PAGE", type=Path, help="a page with the markers")

@@ -135,7 +135,7 @@ def homes(files: Sequence[ScenarioFile]) -> dict[str, dict[str, str]]:
 
 
 def ends(session: Session, cases: Sequence[Case]) -> dict[str, End]:
-    """Verdict and status of each check, by id of the case."""
+    """Verdict and status of each check, by case id."""
     results, _ = session.run(cases, lambda result: None)
     return {r.id: (r.verdict, {o.check: o.status for o in r.checks}) for r in results}
 

@@ -1,4 +1,4 @@
-"""Triples of what touches communication: a system, a way in which it sends, a circumstance of that.
+"""Triples of communication conditions: a system, a way to send, and a circumstance of it.
 
 A pair of each two of them may be met by three cases while none has all: a fault of one reduction,
 in one strategy, over ranks of unequal work.  All triples would be hundreds of thousands; these are
@@ -49,7 +49,7 @@ CIRCUMSTANCES = (*TRIGGERS, *_KINDS)
 
 @functools.cache
 def is_way(feature: str) -> bool:
-    """Whether it says how something is sent."""
+    """Whether it is a way to send."""
     return any(fnmatchcase(feature, glob) for glob in WAYS)
 
 
@@ -63,7 +63,7 @@ def of(case: Case) -> frozenset[Triple]:
 
 @dataclass(frozen=True)
 class Triples:
-    """Those that cases meet, of each tier, and those that none does though one could."""
+    """The triples that cases meet, by tier, and those that no case meets although one could."""
 
     quick: Mapping[Triple, int]
     full: Mapping[Triple, int]
@@ -71,11 +71,11 @@ class Triples:
 
     @property
     def met(self) -> set[Triple]:
-        """Triples that some case has."""
+        """Triples that some case meets."""
         return {*self.quick, *self.full}
 
     def sentence(self) -> str:
-        """How many there are."""
+        """The number of triples, as a sentence."""
         possible = len(self.met) + len(self.open)
         return (
             f"{possible:,} possible triples of a circumstance, a way to send and a strategy: "
@@ -85,7 +85,7 @@ class Triples:
 
 
 def table(cases: Iterable[Case], others: Iterable[Case] = ()) -> Triples:
-    """Those of ``cases``; with what only ``others`` have, too, met by none."""
+    """The triples of ``cases``; those that only ``others`` meet count as not met."""
     tiers: dict[str, Counter[Triple]] = {"quick": Counter(), "full": Counter()}
     setups: dict[tuple[str, str], set[pairs.Setup]] = {}
     for case, counted in ((one, many is cases) for many in (cases, others) for one in many):

@@ -1,4 +1,4 @@
-"""Whether autopsies are right, and only made of what is broken.
+"""Whether autopsies are right, and absent for correct systems.
 
 *Plans*: random systems, backends, ranks, steps and phases, with a fault of a random kind in one
 rank.  What must come of it is known beforehand: the verdict, the rank to blame, the cause in a
@@ -40,7 +40,7 @@ _OF_PROCESSES: Sequence[FaultKind] = ("kill", "exit", "raise", "stop")
 
 @dataclass(frozen=True)
 class _System:
-    """A system, and the faults of calls that it shows, each with the phases in which it does."""
+    """A system and its call faults, each with the phases in which it shows."""
 
     name: str
     mesh: Mapping[str, int]
@@ -125,7 +125,7 @@ def _planned(draw: random.Random, seed: int, number: int, backends: Sequence[str
 
 @contextlib.contextmanager
 def busy_cores() -> Iterator[None]:
-    """Every core is kept busy inside."""
+    """Keep every core busy inside the context."""
     burning = [
         subprocess.Popen(
             [sys.executable, "-c", _BURN],
@@ -154,7 +154,7 @@ def run(
     jobs: options.Jobs = None,
     results: options.Results = None,
 ) -> None:
-    """Make random faults in random systems, then judge clean ones, on a machine that is busy.
+    """Make random faults in random systems, then run clean ones, on a busy machine.
 
     A fault whose verdict, rank or sentence is not what its kind must give fails; so does a clean
     case that is said to hang. Every core is kept busy by a process that only burns it.

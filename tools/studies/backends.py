@@ -1,4 +1,4 @@
-"""The same cases on several backends: equal bits where they are promised, and what each costs.
+"""The same cases on several backends: equal bits where promised, and the cost of each backend.
 
 The study takes the cells that ``run --backend mpi`` would, and runs each on all backends, one after
 the other and in turns, so that all meet the same machine.  Then it runs those of one backend again
@@ -45,7 +45,7 @@ MOST_COST, BASE = 2.0, "gloo"
 
 @dataclass
 class Run:
-    """One case on one backend; ``digests`` are those of its account, in its order."""
+    """One case on one backend; ``digests`` are those of its account, in order."""
 
     verdict: str
     reason: str
@@ -67,7 +67,7 @@ class Cell:
 
 
 def cells_of(cases: Sequence[Case], backends: Sequence[str]) -> list[tuple[Cell, dict[str, Case]]]:
-    """Each cell of ``cases`` on every one of ``backends``, where the scenario expects it to hold.
+    """Each cell of ``cases`` on every one of ``backends`` that the scenario expects to pass.
 
     Worlds are those of the cases.  Cells that are an expected failure or a skip are left out, and
     those that train nothing: they put a backend itself on trial.
@@ -85,7 +85,7 @@ def cells_of(cases: Sequence[Case], backends: Sequence[str]) -> list[tuple[Cell,
 
 
 def measure(cells: Sequence[tuple[Cell, dict[str, Case]]], seed: int) -> list[Cell]:
-    """Run all cells, in an order that ``seed`` draws, one case at a time."""
+    """Run all cells one at a time, in an order drawn by ``seed``."""
     drawn = random.Random(seed)
     with Session(1) as session:
         for number, (cell, cases) in enumerate(drawn.sample(list(cells), len(cells))):
@@ -110,7 +110,7 @@ def _run(session: Session, case: Case) -> Run:
 
 
 def spent() -> float:
-    """CPU seconds of everything that this process has started."""
+    """CPU seconds of all processes started by this one."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = ended.ru_utime + ended.ru_stime
     for process in psutil.Process().children(recursive=True):
@@ -121,7 +121,7 @@ def spent() -> float:
 
 
 def digests_of(value: Any) -> Iterator[str]:
-    """All digests of tensors anywhere in an account, in its order."""
+    """All tensor digests of an account, in order."""
     if isinstance(value, dict):
         if isinstance(value.get("digest"), str):
             yield value["digest"]
@@ -133,7 +133,7 @@ def digests_of(value: Any) -> Iterator[str]:
 
 
 def summary(cells: Sequence[Cell], backends: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What was found, in sentences; and what is wrong with it."""
+    """The results as sentences, and the problems."""
     last, lines, wrong = backends[-1], [f"{len(cells)} cells on {', '.join(backends)}"], list[str]()
     for backend in backends:
         ends = Counter(cell.runs[backend].verdict for cell in cells)
@@ -168,7 +168,7 @@ def summary(cells: Sequence[Cell], backends: Sequence[str]) -> tuple[list[str], 
 
 
 def promises_bits(cell: Cell, one: str, other: str) -> bool:
-    """Whether a right system has equal bits on both backends."""
+    """Whether a correct system has equal bits on both backends."""
     if cell.lane == "bitwise":
         ordered = BACKENDS[one].adds_in_rank_order and BACKENDS[other].adds_in_rank_order
         return ordered or cell.adding <= 2
@@ -176,7 +176,7 @@ def promises_bits(cell: Cell, one: str, other: str) -> bool:
 
 
 def costs(cells: Sequence[Cell], backends: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Median CPU seconds of a case by world, where all backends run it; and what is too much."""
+    """Median CPU seconds of a case by world, if all backends run it; and the excesses."""
     lines, wrong, last = list[str](), list[str](), backends[-1]
     for world in sorted({cell.world for cell in cells}):
         ran = [c for c in cells if c.world == world]
@@ -198,7 +198,7 @@ def costs(cells: Sequence[Cell], backends: Sequence[str]) -> tuple[list[str], li
 def run(
     cases: Sequence[Case], backends: Sequence[str], count: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """Sentences, and what is wrong, of ``count`` cells (``None``: all) that ``seed`` draws.
+    """Sentences and problems of ``count`` cells (``None``: all) drawn by ``seed``.
 
     :raises SelectionError: there is no such cell.
     """
@@ -227,7 +227,7 @@ def command(
     ] = None,
     seed: options.Seed = None,
 ) -> int:
-    """Run the same cells on each backend in turns, and on the last again in another order.
+    """Run the same cells on each backend in turn, and on the last one again in another order.
 
     Exit codes: 0 all hold, have equal bits, and cost at most twice gloo's CPU at 4 ranks; 1 not so.
     """

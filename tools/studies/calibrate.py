@@ -1,4 +1,4 @@
-"""How far clean runs are from the thresholds: ``python -m tools.studies calibrate``.
+"""The distance of clean runs from the thresholds: ``python -m tools.studies calibrate``.
 
 Per dtype and seed clean systems are measured: DDP of PyTorch on ``in_memory`` ranks (it scales its
 gradients), judged by the real check, once over the first step and once over three teacher-forced
@@ -51,14 +51,14 @@ MARGIN = {RANKS: 2.0, RING: 2.0, FORCED: 1.0}
 
 
 class Spread(BaseModel):
-    """Shares of the bound that clean runs used, times the threshold."""
+    """Shares of the bound used by clean runs, times the threshold."""
 
     max: float
     median: float
 
 
 class Calibration(BaseModel):
-    """What was measured: ``clean`` by dtype and source; ``calibration.json`` as JSON."""
+    """The measurements: ``clean`` by dtype and source; ``calibration.json`` as JSON."""
 
     date: str
     versions: dict[str, str]
@@ -67,12 +67,12 @@ class Calibration(BaseModel):
     thresholds: dict[str, float]
 
     def write(self, path: Path = RECORD) -> None:
-        """Put the figures beside the thresholds."""
+        """Write the figures next to the thresholds."""
         write_whole(path, self.model_dump_json(indent=1) + "\n")
 
 
 def thresholds() -> dict[str, float]:
-    """The thresholds of today, by dtype."""
+    """The current thresholds by dtype."""
     return {
         "float64": numbers.FP64_BOUND,
         **{d: numbers.WORKING_PRECISION_FACTORS[d] for d in DTYPES if d != "float64"},
@@ -80,7 +80,7 @@ def thresholds() -> dict[str, float]:
 
 
 def problems(measured: Calibration, used: Mapping[str, float]) -> list[str]:
-    """What is wrong with thresholds ``used`` beside what was ``measured``; empty if nothing."""
+    """The problems of thresholds ``used`` against the ``measured`` values; empty if none."""
     wrong = []
     if measured.seeds < SEEDS:
         wrong.append(f"{measured.seeds} seeds were measured, {SEEDS} are required")
@@ -97,7 +97,9 @@ def problems(measured: Calibration, used: Mapping[str, float]) -> list[str]:
 
 
 def ring_fold(step: int, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The sum as a ring all-reduce orders it: chunk c is added up from rank c + 1 round to c."""
+    """The sum in the order of a ring all-reduce: chunk c starts at rank c + 1 and goes round to
+    c.
+    """
     world = len(parts)
     total = {}
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -138,7 +140,7 @@ def ring_error(dtype: str, seed: int, world: int) -> float:
 
 
 def cases(seeds: int) -> list[Case]:
-    """Clean cases of DDP, two a dtype and seed, over the worlds in turn."""
+    """Clean cases of DDP, two per dtype and seed, over the worlds in turn."""
     return [
         Case(
             id=f"calibrate::{dtype}::{seed}::{steps}",
@@ -162,7 +164,7 @@ def cases(seeds: int) -> list[Case]:
 
 
 def measure(seeds: int, jobs: int, note: Callable[[str], None] = lambda text: None) -> Calibration:
-    """Measure the clean spread.
+    """Measure the spread of clean runs.
 
     :raises RuntimeError: a clean case does not pass: there is nothing to calibrate.
     """
@@ -212,7 +214,7 @@ def measure(seeds: int, jobs: int, note: Callable[[str], None] = lambda text: No
 
 
 def lines(measured: Calibration) -> list[str]:
-    """One line a dtype and source of error."""
+    """One line per dtype and source of error."""
     return [
         f"{dtype:9} {source:24} clean median {spread.median:.3g}, max {spread.max:.3g}; "
         f"threshold {measured.thresholds[dtype]:g}"

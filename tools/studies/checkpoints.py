@@ -19,7 +19,7 @@ def run(
     *,
     session: options.SessionOptions,
 ) -> None:
-    """Judge N random clean histories of saves and loads; one that fails is a false alarm.
+    """Run N random clean histories of saves and loads; a failure is a false alarm.
 
     A reference strategy trains, saves once or several times in a format that is drawn, and is
     loaded by the same ranks, on another mesh, as another strategy or in another precision. The

@@ -1,4 +1,4 @@
-"""How often ``shardproof bench`` errs here: ``python -m tools.studies false-alarms``.
+"""The error rate of ``shardproof bench`` on this machine: ``python -m tools.studies false-alarms``.
 
 Two rates, from sessions of the default procedure, each with fresh ranks:
 
@@ -49,7 +49,7 @@ LEAST_DETECTED = 0.90
 
 
 class Slowed(registry.load(PARENT)):  # type: ignore[misc]
-    """The parent, whose every step computes on for a tenth of its own time."""
+    """The parent, with every step extended by a tenth of its own time."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """A step that takes 10 % longer."""
@@ -62,7 +62,7 @@ class Slowed(registry.load(PARENT)):  # type: ignore[misc]
 
 
 def sessions(alike: int, slowed: int) -> list[Pair]:
-    """Pairs to time: ``slowed`` with a slower A, and as many with B = A as ``alike`` needs.
+    """The pairs to time: ``slowed`` with a slower A, and as many with B = A as ``alike`` needs.
 
     Every session gives an A/A comparison and one with B = A gives two.
     """
@@ -98,7 +98,7 @@ class Counts:
 
     @property
     def comparisons(self) -> int:
-        """Those of alike code."""
+        """The comparisons of equal code."""
         return len(self.half_widths)
 
     @property
@@ -108,7 +108,7 @@ class Counts:
 
     @property
     def detected(self) -> int:
-        """Those of them that were seen."""
+        """The slowdowns that were detected."""
         return self.verdicts.get("slower", 0)
 
     @property
@@ -164,7 +164,7 @@ def sentences(counts: Counts) -> list[str]:
 
 
 def held(counts: Counts) -> bool:
-    """Whether both aims are met (too few comparisons: not yet)."""
+    """Whether both aims are met (with too few comparisons: not yet)."""
     enough = counts.comparisons >= ALIKE and counts.slowed > 0
     quiet = counts.alarms <= MOST_ALARMS * counts.comparisons / ALIKE
     return enough and quiet and counts.detected >= LEAST_DETECTED * counts.slowed

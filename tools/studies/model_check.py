@@ -1,4 +1,4 @@
-"""Does the alpha-beta model hold on this machine?  ``python -m tools.studies model-check``.
+"""Whether the alpha-beta model holds on this machine: ``python -m tools.studies model-check``.
 
 Models of three sizes train side by side on the same ranks.  None of their messages has a size at
 which alpha and beta are probed (else the study refuses), and no step of theirs is used in a fit.
@@ -72,7 +72,7 @@ HEADINGS: Sequence[tuple[str, ...]] = (
 
 
 def runs_of(implementation: str, backend: str, world: int) -> list[SideRun]:
-    """A run for each size.
+    """One run per size.
 
     :raises InputError: an unknown implementation, or one that has no data axis.
     """
@@ -96,7 +96,7 @@ def runs_of(implementation: str, backend: str, world: int) -> list[SideRun]:
 
 @dataclass(frozen=True)
 class Score:
-    """One run.  ``error`` is measured over predicted less 1, ``low`` and ``high`` its 95 %
+    """One run. ``error`` is measured over predicted less 1; ``low`` and ``high`` are its 95 %
     interval over rounds (paired t on logs).
     """
 
@@ -110,7 +110,7 @@ class Score:
 
 
 def scores_of(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alpha_beta.Machine]:
-    """Scores of ``runs`` and the machine.  Pure.
+    """Scores of ``runs`` on the machine, without side effects.
 
     The figure of a round is ln(measured / predicted): predicted from the compute of this round and
     the alpha and beta of the whole launch, which no step has a part in.
@@ -135,7 +135,7 @@ def scores_of(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alp
 
 
 def judge(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alpha_beta.Machine]:
-    """As :func:`scores_of`.
+    """The scores of :func:`scores_of`.
 
     :raises ValueError: a model sends a message of a size that alpha and beta come from.
     """
@@ -148,7 +148,9 @@ def judge(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alpha_b
 
 
 def verdict(score: Score) -> str:
-    """`yes`: the whole interval is within the limit; `NO`: the whole of it is not; else `open`."""
+    """`yes` if the whole interval is within the limit, `NO` if all of it is outside, else
+    `open`.
+    """
     if score.low >= -LIMIT and score.high <= LIMIT:
         return "yes"
     return "NO" if score.low > LIMIT or score.high < -LIMIT else "open"
@@ -160,7 +162,9 @@ def markdown(
     machine: alpha_beta.Machine,
     about: str = "",
 ) -> str:
-    """The page of the study: predicted next to measured step times, and what predicts them."""
+    """The page of the study: predicted next to measured step times, and the inputs of the
+    prediction.
+    """
     predicted, cards = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for name, score in zip((run.name for run in runs), scores, strict=True):
         made, card, rate = score.prediction, score.card, score.card.achieved_over_probed

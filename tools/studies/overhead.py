@@ -1,4 +1,4 @@
-"""What the suite itself costs: ``python -m tools.studies overhead``."""
+"""The cost of the suite itself: ``python -m tools.studies overhead``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT = 5.0
 
 
 def run() -> None:
-    """Measure the seconds that it takes to generate and check the largest schedules.
+    """Measure the seconds needed to generate and check the largest schedules.
 
     :raises RuntimeError: a schedule is unsound.
     """

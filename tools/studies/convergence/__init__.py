@@ -1,4 +1,4 @@
-"""Do methods that promise other numbers still train as well?
+"""Whether methods with other numbers still train as well as dense training.
 
 Every method of a scenario trains to a target loss with the same seeds as dense synchronous
 training, and is judged by the steps that it needs (``judge.py``).  Equality sees nothing of this: a

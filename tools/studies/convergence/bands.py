@@ -1,4 +1,4 @@
-"""Losses over steps, drawn: the median over seeds with the band from the lowest to the highest.
+"""Drawing of losses over steps: the median over seeds, with the band from lowest to highest.
 
 One panel for each method, with the dense system's band behind it.  A run that has reached the
 target stays at its last loss.
@@ -42,7 +42,7 @@ def bands(curves: Curves, every: int, steps: int) -> list[tuple[int, float, floa
 def drawing(
     title: str, dense: Curves, methods: Mapping[str, Curves], every: int, target: float
 ) -> str:
-    """A whole SVG file."""
+    """The whole SVG file."""
     longest = [max(map(len, curves)) for curves in (dense, *methods.values())]
     # Who needs far longer than the dense system is cut off: the beginning is what differs.
     steps = every * min(max(longest), 3 * longest[0])

@@ -1,4 +1,4 @@
-"""Is a method non-inferior to dense training?  Pure functions of how runs ended.
+"""Whether a method is non-inferior to dense training: pure functions of the runs' results.
 
 A method and the dense system train with the same seeds: equal initial values, batches and order.
 d = ln(steps of the method / steps of the dense system), one a seed, both to the same loss.
@@ -34,7 +34,7 @@ Verdict = Literal["non-inferior", "inferior", "not shown", "precondition"]
 
 @dataclass(frozen=True)
 class Judged:
-    """``log``: of the ratio of steps; ``missed``: seeds in which the target was not reached.
+    """``log``: of the ratio of steps; ``missed``: seeds that did not reach the target.
 
     ``sent``: the ratio of bytes to the target, the geometric mean over the seeds that reached it.
     ``seconds``: as ``log``, of the seconds to the target, where no seed was missed.
@@ -54,11 +54,11 @@ class Judged:
 
     @property
     def ratio_of_seconds(self) -> str:
-        """Likewise."""
+        """The ratio of seconds with its interval."""
         return interval(self.seconds)
 
     def holds(self, expected: str) -> bool:
-        """Whether that is what was expected."""
+        """Whether the result is as expected."""
         if expected == "not non-inferior":
             return self.verdict in ("inferior", "not shown")
         return self.verdict == expected
@@ -66,7 +66,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Soonest:
-    """The system with the least ``seconds`` to the target, in the geometric mean.
+    """The system with the least ``seconds`` to the target, by geometric mean.
 
     ``beside``: what else reached the target with every seed -> the ratio of seconds of the soonest
     to its own.
@@ -77,12 +77,12 @@ class Soonest:
 
     @property
     def open(self) -> list[str]:
-        """Those that it is not certain to be before."""
+        """The systems that it may not be faster than."""
         return [name for name, log in self.beside.items() if log.high >= 0]
 
 
 def interval(log: Estimate | None) -> str:
-    """A ratio with its interval, in words."""
+    """A ratio with its interval, as text."""
     if log is None:
         return "-"
     mean, low, high = (math.exp(x) for x in (log.mean, log.low, log.high))
@@ -92,7 +92,9 @@ def interval(log: Estimate | None) -> str:
 def judge(
     dense: Sequence[Trained], method: Sequence[Trained], margin: float, budget: int
 ) -> Judged:
-    """A method beside the dense system, seed by seed; ``budget``: the most steps of a training."""
+    """Compare a method with the dense system, seed by seed; ``budget``: the most steps of a
+    training.
+    """
     for name, ends in (("dense", dense), ("method", method)):
         if broke := next((end.problem for end in ends if end.problem), ""):
             return Judged("precondition", problem=f"{name}: {broke}")
@@ -117,7 +119,7 @@ def judge(
 
 
 def soonest(ends: Mapping[str, Sequence[Trained]]) -> Soonest | None:
-    """Which of the systems reaches the target first; ``None``: fewer than two tell seconds."""
+    """The system that reaches the target first; ``None`` if fewer than two report seconds."""
     told = {name: logs for name, own in ends.items() if (logs := _logs_of_seconds(own))}
     if len(told) < 2:
         return None
@@ -126,7 +128,7 @@ def soonest(ends: Mapping[str, Sequence[Trained]]) -> Soonest | None:
 
 
 def _logs_of_seconds(ends: Sequence[Trained]) -> list[float]:
-    """Of each seed; empty: one missed the target, or tells none."""
+    """Log seconds of each seed; empty if one missed the target or reports none."""
     logs = [math.log(end.seconds) for end in ends if end.reached is not None and end.seconds]
     return logs if len(logs) == len(ends) else []
 

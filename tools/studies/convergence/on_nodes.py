@@ -1,4 +1,4 @@
-"""The study on containers as nodes: what it needs there, and what starts it in the head."""
+"""The study on containers as nodes: its requirements, and its start in the head."""
 
 from __future__ import annotations
 

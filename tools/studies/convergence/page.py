@@ -51,7 +51,7 @@ def section(
     found: Mapping[str, Judged],
     image: str,
 ) -> str:
-    """What came of one scenario; ``image``: the file of its drawing."""
+    """The results of one scenario; ``image``: the file of its drawing."""
     run = study.first
     dense = ends[study.dense.name]
     sent = statistics.median(end.sent for end in dense)
@@ -99,7 +99,7 @@ def _row(method: Method, ends: Sequence[Trained], found: Judged) -> tuple[str, .
 
 
 def in_wall_time(ends: Mapping[str, Sequence[Trained]]) -> str:
-    """Which system reaches the target first, as a sentence."""
+    """The system that reaches the target first, as a sentence."""
     found = soonest(ends)
     if found is None:
         return "In wall time nothing is compared: fewer than two systems reached the target."

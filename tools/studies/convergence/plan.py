@@ -1,4 +1,4 @@
-"""Convergence scenarios (``plans/*.yaml``): what trains to which target."""
+"""Convergence scenarios (``plans/*.yaml``): systems, workload and target."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Expected = Literal["non-inferior", "not non-inferior", "inferior"]
 
 
 class MethodModel(SystemModel):
-    """A system that trains beside the dense one, and what must come of it."""
+    """A system that trains next to the dense one, and its expected result."""
 
     expect: Expected = Field("non-inferior", description="what must come of it")
     reason: str = Field("", description="why non-inferior is not expected")
@@ -43,14 +43,16 @@ class MethodModel(SystemModel):
 
 
 class SGD(Model):
-    """Plain SGD, or with momentum: the one optimizer that is the same for all methods."""
+    """SGD, plain or with momentum: the one optimizer shared by all methods."""
 
     lr: float = Field(gt=0)
     momentum: float = Field(0.0, ge=0, lt=1)
 
 
 class ConvergenceScenario(Model):
-    """A file of methods that train one workload to one target, beside a dense one."""
+    """A file of methods that train one workload to one target, with a dense system for
+    comparison.
+    """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,59}$", description="unique, lower case")
     about: str = Field(min_length=3, description="why these methods")
@@ -85,7 +87,7 @@ SCENARIOS = Path(__file__).with_name("plans")
 
 @dataclass(frozen=True)
 class Method:
-    """One system under a name, with its trainings by seed."""
+    """One named system, with its trainings by seed."""
 
     name: str
     runs: Sequence[Run]
@@ -95,7 +97,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Study:
-    """What a scenario asks for; ``dense`` and ``methods`` have the same seeds."""
+    """The trainings of a scenario; ``dense`` and ``methods`` have the same seeds."""
 
     name: str
     about: str
@@ -110,11 +112,11 @@ class Study:
 
     @property
     def first(self) -> Run:
-        """A run of the dense system: what all have in common."""
+        """A run of the dense system, with the values that all have in common."""
         return self.dense.runs[0]
 
     def only(self, names: Sequence[str]) -> Study:
-        """Some of the methods (none: all).
+        """Only the named methods (none: all).
 
         :raises SelectionError: a method that there is not.
         """
@@ -138,7 +140,7 @@ def chosen(
 
 
 def read(paths: Iterable[Path], seeds: int | None = None, backend: str = "") -> list[Study]:
-    """The studies that files describe; ``seeds`` and ``backend``: instead of theirs.
+    """The studies in the files; ``seeds`` and ``backend`` replace theirs.
 
     :raises InputError: faulty files, each fault with its line; or a backend that cannot be used.
     """
@@ -175,7 +177,7 @@ def read(paths: Iterable[Path], seeds: int | None = None, backend: str = "") -> 
 
 
 def require_room(studies: Iterable[Study], nodes: Nodes) -> None:
-    """:raises SelectionError: ranks are threads, or more than there is room for on ``nodes``."""
+    """:raises SelectionError: ranks are threads, or do not fit on ``nodes``."""
     for run, name in ((study.first, study.name) for study in studies):
         if not run.timed:
             what = f"{name}: ranks of {run.backend} are threads, which cannot be on nodes"
@@ -194,7 +196,8 @@ def _require_backend(name: str) -> None:
 
 
 def _require_taken(item: SystemModel, model: ConvergenceScenario) -> None:
-    """:raises SelectionError: there is no such system, it refuses its options, or cannot run so.
+    """:raises SelectionError: the system does not exist, refuses its options, or cannot run this
+    way.
 
     A user's own is asked where it trains: it is not imported here.
     """
@@ -234,7 +237,7 @@ def _runs(
 
 
 def files(names: Sequence[str]) -> list[Path]:
-    """The convergence scenarios that ``names`` name: files, or names; none: all.
+    """The convergence scenarios in ``names``: files, or names; none: all.
 
     :raises SelectionError: a name that no file has.
     """

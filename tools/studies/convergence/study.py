@@ -1,4 +1,4 @@
-"""Trains what scenarios ask for, or reads how it ended, and tells what comes of it."""
+"""Train the scenarios or read earlier results, and report the outcome."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Trainer = Callable[[Sequence[tuple[str, Run]]], Iterator[tuple[str, Trained]]]
 
 @dataclass(frozen=True)
 class _OfMethod(Stored):
-    """Records of a method: its run with the first seed, and how all seeds ended."""
+    """Records of a method: its run with the first seed, and the results of all seeds."""
 
     run: dict[str, Any]
     ends: list[Trained]
@@ -45,14 +45,14 @@ class _OfMethod(Stored):
 
 @dataclass(frozen=True)
 class _Kept(Stored):
-    """Records of studies: study -> method -> what is kept of it."""
+    """Records of studies: study -> method -> its record."""
 
     studies: dict[str, dict[str, _OfMethod]]
     about: str = ""
 
 
 def trained(study: Study, trainer: Trainer) -> Ends:
-    """Train everything that ``study`` asks for."""
+    """Train everything in ``study``."""
     seeds = range(len(study.dense.runs))
     # Seed by seed: what is stopped early has some of every method.
     runs = [(f"{m.name}#{seed}", m.runs[seed]) for seed in seeds for m in study.every]
@@ -61,7 +61,7 @@ def trained(study: Study, trainer: Trainer) -> Ends:
 
 
 def judged(study: Study, ends: Ends) -> dict[str, Judged]:
-    """Every method beside the dense system."""
+    """Every method compared with the dense system."""
     dense = ends[study.dense.name]
     return {
         m.name: judge(dense, ends[m.name], study.margin, study.first.budget) for m in study.methods
@@ -69,7 +69,7 @@ def judged(study: Study, ends: Ends) -> dict[str, Judged]:
 
 
 def in_leaders(jobs: int) -> Trainer:
-    """Trains on ranks of leaders, ``jobs`` of these at a time; one where seconds are told.
+    """Train on ranks of leaders, ``jobs`` at a time; one at a time if seconds are reported.
 
     Ranks are threads, or processes: on the nodes that this machine is the head of, if it is one.
     """
@@ -147,7 +147,7 @@ def _about(studies: Sequence[Study], jobs: int, seconds: float) -> str:
 
 
 def _caps_in_words(told: Mapping[str, Any]) -> str:
-    """What ``run.json`` tells of caps, to stand behind the nodes; empty: there are none."""
+    """The caps in ``run.json`` as text after the nodes; empty if there are none."""
     texts = []
     for name, asked in told.get("declared", {}).items():
         has = [
@@ -174,14 +174,16 @@ def _kept(path: Path) -> _Kept:
 
 
 def recorded(study: Study, ends: Ends) -> dict[str, Any]:
-    """What records keep of each method: its run with the first seed, and how all seeds ended."""
+    """The stored record of each method: its run with the first seed, and the results of all
+    seeds.
+    """
     every = {m.name: _OfMethod(to_plain(m.runs[0]), [*ends[m.name]]) for m in study.every}
     plain: dict[str, Any] = json.loads(json.dumps(to_plain(every)))
     return plain
 
 
 def _of(study: Study, kept: _Kept, path: Path) -> Ends:
-    """The ends of ``study`` in stored records.
+    """The results of ``study`` in stored records.
 
     :raises SelectionError: there are fewer seeds, or what was trained is not what is asked.
     """
@@ -224,7 +226,7 @@ def convergence(
         typer.Option("--from", metavar="FILE", help="judge this convergence.json, train nothing"),
     ] = None,
 ) -> int:
-    """Train methods to a target loss beside dense synchronous training, with the same seeds.
+    """Train methods to a target loss, compared with dense synchronous training with the same seeds.
 
     Compressors, local SGD and asynchronous SGD do not promise the same numbers; this asks what that
     costs. A method is non-inferior if it needs at most `margin` times the steps of the dense

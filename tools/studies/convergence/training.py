@@ -1,4 +1,4 @@
-"""One training to a target on ranks of its own: how the loss falls, and what was sent until then.
+"""One training to a target on its own ranks: the losses, and the bytes sent.
 
 After every ``every`` steps the ranks evaluate one fixed batch, which is shared out over those that
 hold the whole model, and vote (``impls/reference/parts/consensus.py``): all of them stop at one
@@ -44,9 +44,9 @@ IN_STEP = ("forward", "backward", "update")
 
 @dataclass(frozen=True)
 class Run:
-    """A system that trains ``workload`` on ``world`` ranks until the loss of the first samples,
-    ``judged_on`` of them, reaches ``target``, or for ``steps`` steps; ranks look after ``every``
-    steps.  ``deadline``: CPU seconds of a rank.
+    """A system that trains ``workload`` on ``world`` ranks until the loss of the first
+    ``judged_on`` samples reaches ``target``, or for ``steps`` steps; ranks evaluate every ``every``
+    steps. ``deadline``: CPU seconds of a rank.
     """
 
     system: str
@@ -63,18 +63,18 @@ class Run:
 
     @property
     def budget(self) -> int:
-        """The most steps: up to the last look."""
+        """The most steps: up to the last evaluation."""
         return self.steps // self.every * self.every
 
     @property
     def timed(self) -> bool:
-        """Whether its ranks may tell seconds: threads of one process share its cores."""
+        """Whether its ranks may report seconds: threads of one process share its cores."""
         return not BACKENDS[self.backend].threads
 
 
 @dataclass(frozen=True)
 class Trained(Stored):
-    """How a run ended.
+    """The result of a run.
 
     ``losses``: after every ``every`` steps.  ``reached``: steps to the target (``None``: it was not
     reached).  ``sent``: bytes that all ranks sent in steps.  ``why``: what ended the training.
@@ -93,7 +93,7 @@ class Trained(Stored):
 
 @dataclass(frozen=True)
 class RankEnd(Stored):
-    """What one rank tells; all but ``sent`` and ``seconds`` is the same on all.
+    """The result of one rank; all except ``sent`` and ``seconds`` is equal on all ranks.
 
     ``seconds``: of the steps before each look; none where ranks share cores.
     """
@@ -122,7 +122,7 @@ def _of_rank(run: Run, rank: int) -> RankEnd:
 
 
 def together(ends: Sequence[RankEnd]) -> Trained:
-    """How a run ended of which ``ends`` are what ranks tell: the same but for bytes and time."""
+    """The result of a run from the ``ends`` of its ranks: equal except for bytes and time."""
     first, sent = ends[0], sum((end.sent for end in ends), Fraction(0))
     # As text, for NaN equals nothing.
     told = {str(replace(end, sent=first.sent, seconds=[])) for end in ends}
@@ -136,7 +136,7 @@ def together(ends: Sequence[RankEnd]) -> Trained:
 
 
 class RankTraining:
-    """One rank of a run; ``timed``: it tells seconds."""
+    """One rank of a run; it reports seconds if ``timed``."""
 
     def __init__(self, run: Run, rank: int, timed: bool = False) -> None:
         self.run, self.rank, self.timed = run, rank, timed
@@ -163,7 +163,7 @@ class RankTraining:
         return system
 
     def train(self) -> RankEnd:
-        """Step, look and vote until the vote ends it."""
+        """Train, evaluate and vote until the vote ends the run."""
         run, losses, seconds = self.run, list[float](), list[float]()
         rule = StopRule(target=run.target, budget=run.budget // run.every, not_finite="stop")
         votes = Consensus(rule, self.comm)
@@ -195,7 +195,7 @@ class RankTraining:
             self.ledger.calls.clear()
 
     def _measured(self) -> tuple[float, float]:
-        """The loss of this rank's part of the fixed batch by the model it holds, and its weight."""
+        """The loss of this rank's part of the fixed batch, and the weight of that part."""
         pieces = {piece.name: piece for piece in self.system.local_state("parameters")}
         names = self.workload.parameter_names
         holds = all(n in pieces and pieces[n].tensor.shape == pieces[n].global_shape for n in names)
@@ -207,7 +207,7 @@ class RankTraining:
 
 
 class Judging:
-    """The fixed batch, and a module to compute its loss by."""
+    """The fixed batch, and a module to compute its loss."""
 
     def __init__(self, run: Run) -> None:
         spec = replace(run.workload, global_batch=run.judged_on, micro_batches=1)
@@ -219,7 +219,7 @@ class Judging:
     def loss(
         self, parameters: Mapping[str, torch.Tensor], share: int, shares: int
     ) -> tuple[float, float]:
-        """The mean loss of a share of the batch, NaN of an empty one, and what the share weighs."""
+        """The mean loss of a share of the batch (NaN if empty), and the weight of the share."""
         for name, parameter in self.module.named_parameters():
             parameter.copy_(parameters[name])
         micros = self.workload.batch(0, shares)[share].micro_batches

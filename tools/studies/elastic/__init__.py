@@ -45,7 +45,7 @@ _WORDS = {
 
 
 def named(names: Sequence[str]) -> list[History]:
-    """The histories of these names, or all.
+    """The named histories, or all.
 
     :raises SelectionError: there is none of that name.
     """
@@ -58,7 +58,7 @@ def named(names: Sequence[str]) -> list[History]:
 
 
 def run(histories: Sequence[History], runs: int, folder: Path | None) -> tuple[str, int]:
-    """Play every history ``runs`` times; the page, and the exit code.
+    """Play every history ``runs`` times; return the page and the exit code.
 
     ``folder``: keep what the ranks wrote there.
 
@@ -100,7 +100,7 @@ def _once(history: History, folder: Path) -> Judged:
 def _row(
     history: History, ends: Sequence[Judged], seconds: float
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The row of a history in the table, and what is wrong with its runs."""
+    """The table row of a history, and the problems of its runs."""
     problems, bits = [problem for end in ends for problem in end.problems], "-"
     if not problems:
         problems = [*filter(None, (differs_in(ends[0], end) for end in ends))][:1]

@@ -1,4 +1,4 @@
-"""Starts torchrun's agents, kills by script, and leaves nothing behind.
+"""Start torchrun's agents, kill workers by script, and clean up.
 
 One agent a member, each in a process group of its own, as on machines of their own.  The store of
 the rendezvous lives here: where an agent serves it, as by default, its death ends all others.  Of
@@ -58,7 +58,7 @@ _ENVIRONMENT = {
 
 
 class Stuck(RuntimeError):
-    """The agents did not do what the script waits for; the message holds what they said."""
+    """The agents did not do what the script waits for; the message holds their output."""
 
 
 class Agents:
@@ -114,7 +114,7 @@ class Agents:
             )
 
     def play(self) -> None:
-        """Let everything happen that the history says.
+        """Run all events of the history.
 
         :raises Stuck: something of it does not.
         """
@@ -148,7 +148,7 @@ class Agents:
             self.wait(f"the end of agent {member}", partial(_has_ended, agent))
 
     def wait(self, what: str, come: Callable[[], T | None]) -> T:
-        """What ``come`` returns, once it is true.
+        """The result of ``come``, once it is true.
 
         :raises Stuck: that takes too long, or an agent gave up.
         """
@@ -163,14 +163,14 @@ class Agents:
         return found
 
     def said(self) -> str:
-        """The last words of every agent and its workers."""
+        """The last output of every agent and its workers."""
         logs = sorted(self.folder.glob("agent*.log"))
         return "\n".join(
             f"{log.name}: ...{log.read_text(errors='replace')[-_TAIL:]}" for log in logs
         )
 
     def _met(self, after: int, members: tuple[int, ...]) -> Generation:
-        """The next generation of exactly ``members``; one that lacks somebody never begins."""
+        """The next generation of exactly ``members``; an incomplete one never starts."""
 
         def met() -> Generation | None:
             found = [one for one in records.generations(self.folder) if one.number > after]

@@ -1,4 +1,4 @@
-"""Who joins and who is killed, when: the histories of ``python -m tools.studies elastic``.
+"""The joins and kills of the histories of ``python -m tools.studies elastic``.
 
 A history is a script.  The rank that an event waits for *halts* at a place that it announces, so
 that the event comes at the same moment in every run: before a step, in its forward, or after its
@@ -38,7 +38,9 @@ class Event(Stored):
 
 @dataclass(frozen=True)
 class History(Stored):
-    """``members`` begin and take ``steps`` steps; members have numbers of their own, not ranks."""
+    """``members`` start and take ``steps`` steps; members have permanent numbers instead of
+    ranks.
+    """
 
     name: str
     about: str
@@ -55,7 +57,7 @@ class History(Stored):
         return [self.after(sum(event.step <= step for event in self.events)) for step in steps]
 
     def after(self, events: int) -> tuple[int, ...]:
-        """The members once the first ``events`` have happened."""
+        """The members after the first ``events`` events."""
         now = set(range(self.members))
         for event in self.events[:events]:
             if event.what in ("agent", *SPLITS):
@@ -65,26 +67,26 @@ class History(Stored):
         return tuple(sorted(now))
 
     def newcomer(self, event: Event) -> int:
-        """Who joins in ``event``."""
+        """The member that joins in ``event``."""
         return event.member + (event.what in SPLITS)
 
     def halting(self, number: int) -> int:
-        """The member that halts for event ``number``: who is killed, or the first one."""
+        """The member that halts for event ``number``: the killed one, or the first one."""
         event = self.events[number]
         return self.after(number)[0] if event.what in JOINS else event.member
 
     def worlds(self) -> list[int]:
-        """How many members commit each step."""
+        """The number of members that commit each step."""
         return [len(members) for members in self.told()]
 
     def batch_size(self, world: int, began: int) -> int:
-        """Samples of a step of ``world`` members, where ``began`` took the first."""
+        """Samples in a step of ``world`` members, if ``began`` members took the first."""
         whole = self.workload.global_batch
         return whole * world // began if self.batch == "local" else whole
 
 
 def of_worlds(history: History, worlds: Sequence[int]) -> list[StepMembers]:
-    """What the oracle is told: so many members in each step.
+    """The numbers of members per step, for the oracle.
 
     torchrun starts every process anew, so what is a rank's own goes by rank, and members of the
     oracle are ranks: of 3 members of which one dies ranks 0 and 1 go on, and rank 2 joins later.

@@ -1,4 +1,4 @@
-"""Whether a run under torchrun is the training that one process would make, told the same members.
+"""Whether a run under torchrun equals the training of one process with the same members.
 
 From what ranks wrote: which group committed each step, and whether it was one alone; whether each
 sample was trained on once; the losses of every step, and all that each rank holds after the last
@@ -26,7 +26,7 @@ _SHOWN = 3
 
 @dataclass
 class Judged:
-    """What came of one run; it holds without ``problems``."""
+    """The result of one run; it holds if ``problems`` is empty."""
 
     problems: list[str] = field(default_factory=list)
     generations: int = 0
@@ -63,7 +63,7 @@ def judge(history: History, folder: Path) -> Judged:
 
 
 def committers(found: Sequence[Generation], steps: int, problems: list[str]) -> list[Generation]:
-    """Of each step the group that committed it; ``problems``: it was none, or not one alone.
+    """The group that committed each step; ``problems``: no group, or several.
 
     Who was there saw it, or was killed before it could say so: then the next group loaded it.
     """
@@ -83,7 +83,9 @@ def committers(found: Sequence[Generation], steps: int, problems: list[str]) -> 
 
 
 def samples(history: History, groups: Sequence[Generation]) -> list[str]:
-    """What is wrong with the samples of committed steps: each of the row of epochs once."""
+    """The problems of the samples of committed steps: each of the sequence of epochs must come
+    once.
+    """
     problems, first, began = [], 0, groups[0].world
     for step, group in enumerate(groups):
         due = range(first, first + history.batch_size(group.world, began))
@@ -96,7 +98,7 @@ def samples(history: History, groups: Sequence[Generation]) -> list[str]:
 
 
 def truth_of(history: History, worlds: Sequence[int] = ()) -> Truth:
-    """The oracle, told so many members in each step (the history's)."""
+    """The oracle for the history's numbers of members per step."""
     told = of_worlds(history, worlds or history.worlds())
     most = max(len(step.members) for step in told)
     workload = workloads.make(history.workload)
@@ -114,7 +116,7 @@ def differs_in(one: Judged, other: Judged) -> str:
 
 
 def _refused(history: History, folder: Path, refusals: Sequence[str]) -> list[str]:
-    """Whether saves were refused where two groups had one folder, and only there."""
+    """Whether saves were refused where two groups had one folder, and nowhere else."""
     splits = sum(event.what in SPLITS for event in history.events)
     if len(refusals) != splits:
         said = "; ".join(refusals[:_SHOWN]) or "none"
@@ -127,7 +129,7 @@ def _refused(history: History, folder: Path, refusals: Sequence[str]) -> list[st
 
 
 def _compare(history: History, groups: Sequence[Generation], truth: Truth, judged: Judged) -> None:
-    """Losses of all steps, and the state after the last one, with the oracle's."""
+    """Compare the losses of all steps, and the state after the last one, with the oracle's."""
 
     def note(what: str, error: float) -> None:
         judged.compared += 1

@@ -1,4 +1,4 @@
-"""What ranks of ``python -m tools.studies elastic`` write, and how it is read.
+"""The records that ranks of ``python -m tools.studies elastic`` write, and their reader.
 
 torchrun has no number of a generation that all its workers know, so rank 0 takes the next one, by
 making its folder::
@@ -28,7 +28,7 @@ PLAN, CHECKPOINTS, HALTS, GO = "plan.json", "checkpoints", "halts", "go"
 
 
 def is_alive(pid: int, created: float) -> bool:
-    """Whether the process ``pid`` that began at ``created`` has not ended."""
+    """Whether the process ``pid`` that started at ``created`` still runs."""
     try:
         process = psutil.Process(pid)
         return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
@@ -37,7 +37,7 @@ def is_alive(pid: int, created: float) -> bool:
 
 
 def new_generation(folder: Path) -> Path:
-    """The folder of the next generation, which nobody else has."""
+    """A new folder for the next generation."""
     for number in itertools.count(1):
         path = folder / f"generation-{number:03}"
         with contextlib.suppress(FileExistsError):
@@ -47,14 +47,14 @@ def new_generation(folder: Path) -> Path:
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
-    """Add a line, which is in the file when this returns."""
+    """Add a line, which is in the file on return."""
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
 @dataclass
 class Rank:
-    """One rank of one generation: who it is, and what it has done."""
+    """One rank of one generation: its identity and its progress."""
 
     began: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -68,37 +68,37 @@ class Rank:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process has not ended."""
+        """Whether its process still runs."""
         return is_alive(self.began["pid"], self.began["created"])
 
 
 @dataclass
 class Generation:
-    """A group that met once: its ranks, as far as they have written."""
+    """A group that met once: its ranks that have written so far."""
 
     path: Path
     ranks: dict[int, Rank]
 
     @property
     def number(self) -> int:
-        """Its place in the order of beginnings."""
+        """Its position in the order of starts."""
         return int(self.path.name.rpartition("-")[2])
 
     @property
     def world(self) -> int:
-        """How many ranks it has, as these say; 0: none has said anything."""
+        """The number of ranks that its members report; 0 if none has reported."""
         return max((rank.began["world"] for rank in self.ranks.values()), default=0)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Whose workers are here, once all are; else nobody's."""
+        """The members with workers here once all are present; else empty."""
         if len(self.ranks) != self.world:
             return ()
         return tuple(sorted(rank.member for rank in self.ranks.values()))
 
     @property
     def loaded(self) -> int:
-        """Steps that were committed when it began."""
+        """The steps committed at its start."""
         return int(next(iter(self.ranks.values())).began["loaded"])
 
     def has_made(self, step: int) -> bool:
@@ -112,7 +112,7 @@ class Generation:
 
 
 def generations(folder: Path) -> list[Generation]:
-    """All that began, in that order."""
+    """All generations that started, in order."""
     found = []
     for path in sorted(folder.glob("generation-*")):
         ranks = {int(file.stem.removeprefix("rank")): _rank(file) for file in path.glob("*.jsonl")}

@@ -1,4 +1,4 @@
-"""What torchrun starts: ``torchrun ... -m tools.studies.elastic.worker FOLDER``.
+"""The program that torchrun starts: ``torchrun ... -m tools.studies.elastic.worker FOLDER``.
 
 Every process begins here, also those that are started anew after another one was killed: it meets
 the others, loads the last checkpoint if there is one, and trains on.  Each step is saved, and the
@@ -49,7 +49,7 @@ class Worker:
         watch.start()
 
     def run(self) -> int:
-        """Meet, load, train on; exit code."""
+        """Meet, load and train; return the exit code."""
         self.meet()
         system, history, world = self.system, self.history, self.world
         for step in range(system.committed.steps, history.steps):
@@ -77,7 +77,9 @@ class Worker:
         return 0
 
     def meet(self) -> None:
-        """Join the others; wait until all who are to come are here; take what was committed."""
+        """Join the others, wait until all expected members are present, and load the committed
+        state.
+        """
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
         dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
@@ -105,11 +107,11 @@ class Worker:
         _wait_for(self.generation / records.GO)
 
     def is_committed(self) -> bool:
-        """Whether there is a checkpoint: the folder may hold one that nobody finished."""
+        """Whether there is a committed checkpoint in the folder."""
         return self.checkpoints.is_dir() and newest(self.checkpoints) is not None
 
     def halt(self, step: int, at: At) -> None:
-        """Stand still if the next event is to find this member here."""
+        """Stop if the next event must find this member here."""
         halts, history = self.folder / records.HALTS, self.history
         for number, event in enumerate(history.events):
             go, over = (halts / f"{number}.{end}" for end in ("go", "over"))
@@ -127,7 +129,7 @@ class Worker:
         records.append(self.generation / f"rank{self.rank}.jsonl", line)
 
     def holds(self) -> dict[str, dict[str, torch.Tensor]]:
-        """All that the rank holds, by kind and name."""
+        """All state of the rank, by kind and name."""
         return {
             kind: {piece.name: piece.tensor.detach() for piece in self.system.local_state(kind)}
             for kind in KINDS
@@ -145,7 +147,7 @@ def _wait_for(path: Path) -> None:
 
 
 def _end_with(pid: int, created: float) -> None:
-    """End this process when the driver has: nobody else would, of one whose agent was killed."""
+    """End this process when the driver has ended; a killed agent does not end its workers."""
     while records.is_alive(pid, created):
         time.sleep(1.0)
     os._exit(1)

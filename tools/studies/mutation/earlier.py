@@ -1,4 +1,4 @@
-"""What an earlier study of faults left over, to be planted in other cases."""
+"""The faults that an earlier study left over, to be planted in other cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Left(BaseModel):
 
 
 class Earlier(BaseModel):
-    """The document of a study (``Study.document``), as far as another goes on from it."""
+    """The document of a study (``Study.document``), as far as a later one needs it."""
 
     seed: int
     counts: dict[str, int]
@@ -30,15 +30,15 @@ class Earlier(BaseModel):
 
     @property
     def killed(self) -> int:
-        """All that were killed until then."""
+        """All faults killed before."""
         return self.counts.get("killed", 0) + self.before
 
     def states(self) -> dict[str, str]:
-        """Fault -> what it was."""
+        """Fault -> its state."""
         return {one.fault: one.state for one in self.left}
 
     def faults(self) -> list[Fault]:
-        """What is left, in its order."""
+        """The remaining faults in order."""
         every = {fault.name: fault for fault in operators.faults()}
         return [every[one.fault] for one in self.left]
 

@@ -1,4 +1,4 @@
-"""Every systematic fault of a module: where an operator applies to its syntax tree.
+"""Every systematic fault of a module: each place where an operator applies to its syntax tree.
 
 Faults lie inside of functions.  A fault is known by its file and its number there, so it is the
 same in every process as long as the file is.
@@ -53,7 +53,7 @@ class Fault:
         return f"{self.file}#{self.number}"
 
     def diff(self) -> str:
-        """Where it is and what it changes, in three lines."""
+        """The place and the change of the fault, in three lines."""
         before, after = (" ".join(text.split()) for text in (self.before, self.after))
         return f"{self.file}:{self.line} ({self.operator})\n- {before}\n+ {after}"
 
@@ -65,14 +65,14 @@ def faults() -> Sequence[Fault]:
 
 
 def of_file(path: Path) -> list[Fault]:
-    """Those of one file."""
+    """The faults of one file."""
     text = path.read_text(encoding="utf-8")
     file = str(path.relative_to(ROOT))
     return [fault for fault, _ in _sites(ast.parse(text), file)]
 
 
 def planted_code(file: str, number: int) -> tuple[Fault, ast.Module]:
-    """Fault ``number`` of ``file``, and the tree of the file with it.
+    """Fault ``number`` of ``file``, and the tree of the file with the fault.
 
     :raises LookupError: the file has fewer.
     """
@@ -125,7 +125,7 @@ def _of_function(function: ast.AST) -> Iterator[Site]:
 
 
 def _without_errors(function: ast.AST) -> Iterator[ast.AST]:
-    """Every node inside, but those of a ``raise``: its words change no number.
+    """Every node except those of a ``raise``, whose text changes no number.
 
     Defaults are not inside: they are made where the function is.
     """
@@ -164,13 +164,13 @@ def _of_body(body: list[ast.stmt]) -> Iterator[Site]:
 
 
 def _nothing(statement: ast.stmt) -> ast.stmt:
-    """``pass``; for a call of ``super()`` the class, whose cell the function must keep."""
+    """``pass``; for a call of ``super()``, the class, whose cell the function must keep."""
     names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
     return ast.Expr(ast.Name("__class__", ast.Load())) if "super" in names else ast.Pass()
 
 
 def _acts(statement: ast.stmt) -> bool:
-    """A call for its effect, or an assignment to what outlives the function."""
+    """A call for its effect, or an assignment to state that outlives the function."""
     match statement:
         case ast.Expr(ast.Call()) | ast.AugAssign():
             return True
@@ -180,7 +180,7 @@ def _acts(statement: ast.stmt) -> bool:
 
 
 def _once_skipped(statement: ast.stmt) -> ast.If:
-    """The statement, but not when it comes for the second time: one step, or one micro-batch."""
+    """The statement without its second execution: one step, or one micro-batch."""
     place = ast.Constant(f"{statement.lineno}:{statement.col_offset}")
     asked = ast.Call(ast.Name(SECOND_TIME, ast.Load()), [place], [])
     guard = ast.If(ast.UnaryOp(ast.Not(), asked), [statement], [])
@@ -192,7 +192,7 @@ def _swap(body: list[ast.stmt], index: int) -> None:
 
 
 def _of_loop(loop: ast.For) -> Iterator[Site]:
-    """Without its last turn, and without its first."""
+    """The loop without its last iteration, and without its first."""
     for some in (ast.Slice(None, ast.Constant(-1)), ast.Slice(ast.Constant(1))):
         every = ast.Call(ast.Name("list", ast.Load()), [loop.iter], [])
         fewer = ast.copy_location(ast.Subscript(every, some, ast.Load()), loop.iter)

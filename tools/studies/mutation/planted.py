@@ -1,4 +1,5 @@
-"""Strategies with a systematic fault, and strategies that tell which lines ran, by name.
+"""Strategies with a systematic fault, and strategies that record their executed lines, by their
+names.
 
 ``tools.studies.mutation.planted:fault_ddp_<file>_<number>`` is ``reference/ddp`` with that
 fault (:func:`of_fault`); ``..:reached_ddp_<case>`` notes the lines of case number ``case``.
@@ -37,7 +38,7 @@ def of_fault(strategy: str, fault: Fault) -> str:
 
 
 def of_case(strategy: str, number: int) -> str:
-    """The name of ``reference/<strategy>`` that notes its lines as those of case ``number``."""
+    """The name of ``reference/<strategy>`` that records its lines for case ``number``."""
     return f"{__name__}:reached_{strategy}__{number}"
 
 
@@ -56,7 +57,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _plant(file: str, number: int) -> None:
-    """Give the function of the fault the code that has it.
+    """Replace the code of the fault's function.
 
     :raises LookupError: there is no such fault, or no function that could get its code.
     """
@@ -79,14 +80,14 @@ def _plant(file: str, number: int) -> None:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """All codes inside of ``code``."""
+    """All code objects inside ``code``."""
     for inner in (constant for constant in code.co_consts if isinstance(constant, CodeType)):
         yield inner
         yield from _codes(inner)
 
 
 def functions(of: ModuleType | type) -> Iterator[FunctionType]:
-    """Functions of a module and methods of its classes, without what decorators put around."""
+    """Functions of a module and methods of its classes, without their decorators."""
     module = of.__module__ if inspect.isclass(of) else of.__name__
     for value in vars(of).values():
         if not inspect.isclass(value):

@@ -1,4 +1,4 @@
-"""Which lines of ``impls/reference`` a case executes, in all its threads and forks."""
+"""The lines of ``impls/reference`` that a case executes, in all its threads and forks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Lines = dict[str, set[int]]
 
 
 def note(number: int) -> None:
-    """Write every new line of this process, from now on, into the notes of case ``number``.
+    """Write every new line of this process, from now on, into the record of case ``number``.
 
     ``coverage`` writes when a process ends in order, which ranks do not.
     """
@@ -42,7 +42,7 @@ def note(number: int) -> None:
 
 
 def lines(folder: Path) -> dict[int, Lines]:
-    """Case -> file -> lines that its processes noted in ``folder``."""
+    """Case -> file -> lines that its processes recorded in ``folder``."""
     found: dict[int, Lines] = defaultdict(lambda: defaultdict(set))
     for path in folder.iterdir():
         number = int(path.name.partition("-")[0])

@@ -1,4 +1,4 @@
-"""Which systematic faults survive: ``python -m tools.studies mutation``.
+"""The surviving systematic faults: ``python -m tools.studies mutation``.
 
 1. Every case of reference strategies runs once with notes of the lines that it executes, and twice
    without.  One that does not pass says nothing about faults; in what these differ, neither does
@@ -72,7 +72,7 @@ _ASIDE = ("not planted", "without effect", "explained")
 
 @dataclass(frozen=True, kw_only=True)
 class Planting:
-    """How many cases each fault is planted in, for how long, and what an earlier study left."""
+    """The number of cases per fault, the time limit, and the remains of an earlier study."""
 
     budget: Annotated[
         float | None,
@@ -90,7 +90,7 @@ class Planting:
 
     @property
     def seconds(self) -> float:
-        """After which nothing is planted."""
+        """The time after which no fault is planted."""
         return math.inf if self.budget is None else 60 * self.budget
 
 
@@ -100,7 +100,7 @@ def _say(text: str) -> None:
 
 @dataclass
 class Home:
-    """A clean case: how long it took, what was measured, and the lines that it executes by file.
+    """A clean case: its duration, its measurements, and its executed lines by file.
 
     ``unsteady``: places whose values two clean runs do not have alike.
     """
@@ -112,7 +112,7 @@ class Home:
     unsteady: frozenset[str] = frozenset()
 
     def changed(self, figures: Figures) -> frozenset[str]:
-        """Where a run measured something else, though clean runs measure the same."""
+        """The places where a run differs although clean runs agree."""
         return unlike(self.figures, figures) - self.unsteady
 
     @functools.cached_property
@@ -121,13 +121,13 @@ class Home:
         return pairs.of(self.case)
 
     def executes(self, fault: Fault) -> bool:
-        """Whether it comes to the line of ``fault``."""
+        """Whether it executes the line of ``fault``."""
         return fault.line in self.lines.get(fault.file, ())
 
 
 @dataclass
 class Planted:
-    """A fault, where it can be planted, what came of it, and its state in ``earlier`` cases."""
+    """A fault, the cases it can be planted in, the results, and its state in ``earlier`` cases."""
 
     fault: Fault
     homes: list[Home]
@@ -147,18 +147,18 @@ class Planted:
 
     @property
     def effect(self) -> tuple[str, frozenset[str]] | None:
-        """The first case that measured something else, and where."""
+        """The first case with another measurement, and the place of the difference."""
         steady = ((home.case.id, places - home.unsteady) for home, places in self.effects)
         return next((one for one in steady if one[1]), None)
 
     @property
     def reason(self) -> str:
-        """Why no case need execute it; empty: some need."""
+        """Why no case needs to execute it; empty if one does."""
         return untaken.reasons(self.fault.file).get(self.fault.line, "")
 
     @property
     def state(self) -> str:
-        """What it is in all cases, the earlier ones included."""
+        """Its state over all cases, including earlier ones."""
         if self.killed_by:
             return "killed"
         if not self.homes:
@@ -173,7 +173,7 @@ class Planted:
         return self.earlier if was_met else "without effect"
 
     def text(self) -> str:
-        """Its state, the change, and what a case measured that no check minds."""
+        """Its state, the change, and a difference that no check notices."""
         told = f"{self.state}: {self.fault.diff()}"
         if self.state == "explained":
             return f"{told}\nno case: {self.reason}"
@@ -185,8 +185,8 @@ class Planted:
 
 @dataclass(frozen=True)
 class Study:
-    """Faults that were planted in some ``cases``; ``before``: of their sample, those killed before
-    by other cases.
+    """Faults that were planted in some ``cases``; ``before``: those of the sample that other cases
+    killed earlier.
     """
 
     seed: int
@@ -201,7 +201,7 @@ class Study:
         return Counter(one.state for one in self.planted)
 
     def sentence(self) -> str:
-        """The counts and the share that was killed, in words."""
+        """The counts and the killed share, as a sentence."""
         counts = self.counts
         told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
         if able := len(self.planted) - sum(counts[state] for state in _ASIDE) + self.before:
@@ -213,13 +213,13 @@ class Study:
         return f"{number(len(self.planted), 'fault')} in {number(self.cases, 'case')}: {told}"
 
     def left(self) -> list[Planted]:
-        """Those that were not killed, survivors first."""
+        """The faults that were not killed, survivors first."""
         states = ("survived", "unreached", "endless", *_ASIDE)
         left = (one for one in self.planted if one.state != "killed")
         return sorted(left, key=lambda one: states.index(one.state))
 
     def document(self) -> dict[str, Any]:
-        """For evidence: every fault that was not killed, with its change."""
+        """The evidence: every fault that was not killed, with its change."""
         return {
             "seed": self.seed,
             "cases": self.cases,
@@ -243,7 +243,7 @@ class Study:
 
 
 def judged_cases(cases: Iterable[Case]) -> list[Case]:
-    """Those of reference strategies that must pass."""
+    """The cases of reference strategies that must pass."""
     own = (case for case in cases if case.implementation.startswith(FAMILY))
     return [c for c in own if c.skip is None and c.xfail is None and "refuses" not in c.expect]
 
@@ -256,7 +256,7 @@ def run(
     only_reached: bool = False,
     left: Earlier | None = None,
 ) -> Study:
-    """Plant ``count`` faults in ``cases``, or as many of them as there is time for.
+    """Plant ``count`` faults in ``cases``, or as many as time allows.
 
     ``only_reached``: faults are drawn from the lines that the cases execute.  ``left``: what is
     left of that study is planted instead of a sample.
@@ -282,7 +282,7 @@ def plant_all(
     how: Planting,
     left: Earlier | None = None,
 ) -> Study:
-    """Each of ``chosen`` in ``homes``, some together, in their order; it goes on from ``left``."""
+    """Plant each of ``chosen`` in ``homes``, some together, in order; continue from ``left``."""
     until, done = time.monotonic() + how.seconds, list[Planted]()
     states, before = (left.states(), left.killed) if left else ({}, 0)
     with Session(how.jobs or cores()) as session:
@@ -307,7 +307,7 @@ def plant_all(
 
 
 def find_homes(cases: Sequence[Case], how: Planting, again: bool = True) -> list[Home]:
-    """The cases that pass, with what they execute and measure, and what of that is unsteady.
+    """The passing cases, with their executed lines, measurements, and unsteady values.
 
     ``again``: run twice more; without it nothing is known to be unsteady.
     """
@@ -348,7 +348,7 @@ def find_homes(cases: Sequence[Case], how: Planting, again: bool = True) -> list
 
 
 def _homes_of(fault: Fault, homes: Sequence[Home], most: int = MOST_CASES) -> list[Home]:
-    """Where it can be planted: first what has the most that those before it have not."""
+    """The cases for a fault: each adds the most that the earlier ones lack."""
     able = [home for home in homes if home.executes(fault)]
     order, met = list[Home](), set[tuple[str, ...]]()
     while able and len(order) < most:
@@ -388,9 +388,8 @@ def _plant(session: Session, faults: Sequence[Planted]) -> None:
 
 
 def _confirm(session: Session, survivors: Sequence[Planted]) -> None:
-    """Run the cases in which something changed again without a fault: that may be unsteady, too,
-    though three runs had it alike.  The order of a message and of what the rank computes beside it
-    is.
+    """Run the changed cases again without a fault, because their values may be unsteady even if
+    three runs agreed. The order of a message relative to the rank's computation is unsteady.
     """
     homes = {home.case.id: home for one in survivors for home, _ in one.effects}
     runs = [
@@ -411,7 +410,7 @@ def _strategy(case: Case) -> str:
 
 
 def measured(account: Mapping[str, Any]) -> Figures:
-    """What a case measured: equal where every bit, call and byte is."""
+    """The measurements of a case: equal if every bit, call and byte is."""
     found: dict[str, list[str]] = defaultdict(list)
     for place, value in _values(account.get("figures"), ""):
         found[place].append(value)
@@ -419,7 +418,7 @@ def measured(account: Mapping[str, Any]) -> Figures:
 
 
 def _values(value: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Every number and text in ``value``, with its place."""
+    """Every number and text in ``value``, with its path."""
     if isinstance(value, Mapping):
         for name, inner in sorted(value.items()):
             of_the_judge = not place and name in _OF_THE_JUDGE
@@ -433,7 +432,7 @@ def _values(value: Any, place: str) -> Iterator[tuple[str, str]]:
 
 
 def unlike(one: Figures, other: Figures) -> frozenset[str]:
-    """The places at which they are not the same."""
+    """The places at which they differ."""
     return frozenset(place for place in {*one, *other} if one.get(place) != other.get(place))
 
 
@@ -450,7 +449,7 @@ def command(
     *,
     given: Planting,
 ) -> int:
-    """Change one place of impls/reference at a time, and see whether a case turns red.
+    """Change one place of impls/reference at a time, and check whether a case fails.
 
     Faults are drawn by seed from all places where an operator applies: a call dropped, made twice,
     moved, or left out once; another op, group, root or dtype; a range, a comparison or a

@@ -1,4 +1,4 @@
-"""Why no case needs to execute a line of ``impls/reference``, by the rules of ``untaken.yaml``.
+"""The reasons why no case needs to execute a line of ``impls/reference``, from ``untaken.yaml``.
 
 A branch that ends in an error is a *guard*: tests and cases that must be refused cover it.
 """
@@ -42,7 +42,7 @@ def rules() -> Sequence[Rule]:
 
 
 def why(file: str, line: str) -> str:
-    """Why a branch at ``line`` of ``file`` may be taken by nobody; empty: no rule says."""
+    """Why no case needs to take a branch at ``line`` of ``file``; empty if no rule applies."""
     for rule in rules():
         named = any(fnmatchcase(file, glob) for glob in rule.file)
         if named and any(fnmatchcase(line.strip(), glob) for glob in rule.at):
@@ -52,7 +52,7 @@ def why(file: str, line: str) -> str:
 
 @functools.cache
 def reasons(file: str) -> Mapping[int, str]:
-    """Line of ``file`` -> why no case need come to it: a branch before or around it says.
+    """Line of ``file`` -> why no case needs to reach it, from a branch before or around it.
 
     Empty: none does, so that a case is lacking.
     """
