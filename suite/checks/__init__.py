@@ -81,7 +81,7 @@ class Worst:
 def against(error: float, bound: float, unit: str = "") -> str:
     """An error beside its bound; a bound of 0 without a unit counts elements of other bits."""
     if not bound and not unit:
-        return f"{error:.0f} elements differ, equal bits are asked"
+        return f"{error:.0f} elements differ, expected equal bits"
     return f"error {error:.3g} against bound {bound:.3g} {unit}".rstrip()
 
 
@@ -106,7 +106,7 @@ def lacking(needs: Needs, case: Case, declaration: Declaration) -> str:
             return "ledgers are off"
         # A system that needs processes is weighed where memory is freed late: nowhere else runs it.
         if need == "memory" and not backend.exact_memory and declaration.runs_on_threads:
-            return f"{case.backend} frees late: memory is measured on {USUAL}"
+            return f"{case.backend} frees memory late: measure memory on {USUAL}"
         if need == "every rank" and len(backend.ranks(case.world)) < case.world:
             return f"not every rank runs on {case.backend}"
     return ""

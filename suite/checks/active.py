@@ -67,7 +67,7 @@ def _profile(evidence: Figures) -> str:
         known = ", ".join(sorted(strategies.in_tree()))
         return f"unknown strategy {claimed.name!r}; known: {known}"
     missing = sorted(claimed.implied(evidence.case.options) - evidence.declaration.features)
-    return f"claims {claimed.name!r} but lacks: {', '.join(missing)}" if missing else ""
+    return f"claims {claimed.name!r} without declaring: {', '.join(missing)}" if missing else ""
 
 
 def _names(evidence: Figures) -> str:
@@ -87,16 +87,16 @@ def _names(evidence: Figures) -> str:
     if whole <= expected <= whole | held:
         lost = some(sorted(map(repr, expected - whole)), _NAMED)
         rule = "every element belongs to one rank, or to copies that Piece.replica numbers"
-        return f"the pieces of {lost} make no whole tensor after setup: {rule}"
+        return f"the pieces of {lost} form no whole tensor after setup: {rule}"
     changed = ", ".join(sorted(whole ^ expected)[:4])
-    return f"parameter names did not survive setup: {changed}"
+    return f"setup changed the names of parameters: {changed}"
 
 
 def no_family(evidence: Figures) -> str:
     """Why nothing is held to the strategy that is claimed."""
     strategy = evidence.declaration.strategy
     known = ", ".join(sorted(name for name, own in strategies.in_tree().items() if own.family))
-    return f"{strategy!r} is the name of no family of strategies; known: {known}"
+    return f"{strategy!r} names no family of strategies; known: {known}"
 
 
 def _sizes(evidence: Figures) -> str:
@@ -230,7 +230,7 @@ def _recomputation(evidence: Figures) -> str:
             if again == 0 and _asks_for_no_backward(facts, unit):
                 continue
             if again != wanted:
-                asked = f"{wanted} asked for (recompute_every: {every})"
+                asked = f"expected {wanted} (recompute_every: {every})"
                 return f"{unit!r} is recomputed {again} times in backward, {asked}"
         return ""
 

@@ -43,8 +43,8 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
         if evaluation.changed:
             return _problem(f"evaluation changes {evaluation.changed[0]} on rank {rank}")
         if evaluation.retold:
-            what = f"{evaluation.retold[0]} on rank {rank} in other pieces"
-            return _problem(f"an evaluation leaves {what}, the values are the same")
+            what = f"{evaluation.retold[0]} on rank {rank} in different pieces"
+            return _problem(f"an evaluation leaves {what}, with the same values")
         if evaluation.loss is None or evaluation.share is None:
             continue
         if not math.isfinite(evaluation.loss):
@@ -102,11 +102,11 @@ def _full_state(evidence: Evidence) -> list[ComparisonRow]:
     for rank, gathered in by_rank.items():
         if set(gathered) != set(want):
             odd = sorted(set(gathered) ^ set(want))
-            return _problem(f"full_state on rank {rank}: {odd[0]!r} is lost or invented")
+            return _problem(f"full_state on rank {rank}: {odd[0]!r} is missing or unexpected")
         for name, row in gathered.items():
             held = want[name]
             if (row.digest, row.shape, row.dtype) != (held.digest, held.shape, held.dtype):
-                of = f"full_state on rank {rank} is not what is held: {name!r}"
+                of = f"full_state on rank {rank} differs from the held value of {name!r}"
                 when = of_full_state(evidence, name, row.digest)
                 return _problem(f"{of}: {when}" if when else of)
     return []

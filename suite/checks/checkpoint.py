@@ -104,7 +104,7 @@ def _not_defined(evidence: Figures) -> str:
         return "the scenario plans no checkpoint"
     if claims.oracle == "emulated":  # what one run loses the other loses
         same = is_same(case, who_loads(case))
-        return "" if same else "it loses what hangs on the shape: after a reshape, something else"
+        return "" if same else "what it loses depends on the shape, which the reload changes"
     if claims.oracle != "plain" or claims.exactness not in ("bitwise", "reordered-sum"):
         return f"declares {claims.exactness} numbers: two runs need not agree"
     return ""
@@ -129,7 +129,7 @@ def _newest_are_left(evidence: Evidence, rows: list[ComparisonRow]) -> None:
     place = (plan.save_at - 1, "saves", "checkpoints that are left", "the folder")
     rows.append(ComparisonRow(*place, error=float(abs(left - wanted)), bound=0.0))
     if left != wanted:
-        raise Differs(f"after {plan.saves} saves {left} checkpoints are left, not {wanted}")
+        raise Differs(f"after {plan.saves} saves {left} checkpoints are left, expected {wanted}")
 
 
 def _what_follows(base: Evidence, other: Continued, rows: list[ComparisonRow]) -> None:
@@ -144,7 +144,8 @@ def _what_follows(base: Evidence, other: Continued, rows: list[ComparisonRow]) -
                 said = str(failure)
                 if step == other.first_step:
                     said = causes.before(partial(state.of_reload, base, other, step), failure)
-                raise Differs(f"what was saved was loaded, and yet: {said}") from None
+                found = "the restored state is correct, but training then diverges"
+                raise Differs(f"{found}: {said}") from None
         return
     if _has_other_numbers(base.case, other):
         return
@@ -253,7 +254,7 @@ def _progress(base: Evidence, other: Continued) -> None:
     for rank, step in steps.items():
         if step not in saved:
             newest = f"the newest checkpoint is of step {plan.save_at}"
-            where = f"rank {rank} would go on from step {step}"
+            where = f"rank {rank} would resume from step {step}"
             raise Differs(f"progress was not loaded: {where}, {newest}")
     for rank, extra in extras.items():
         if steps[rank] != other.first_step:
@@ -340,7 +341,7 @@ def _ties(other: Continued) -> str:
     for record in other.records:
         for names in record.loaded.parted if record.loaded else ():
             shown = " and ".join(map(repr, names[:3]))
-            return f"the load parted {shown} on rank {record.rank}, which were one parameter"
+            return f"the load untied {shown} on rank {record.rank}: they were one parameter"
     return ""
 
 

@@ -51,13 +51,13 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     before: dict[str, Tensor] = {}
     for step in evidence.steps if evidence.truth.steps else ():  # of a replay there are none
         held, owed = evidence.kept(step), inherited(evidence, step, before)
-        moment = numbers.Moment(rows, step, "after_update kept", "what was not sent is not kept")
+        moment = numbers.Moment(rows, step, "after_update kept", "differs from what was not sent")
         wrong = []
         for slot in slots_of(evidence, step, held, owed):
             if slot.held is None:
                 moment.problem(slot.name, (), f"no rank holds {slot.name!r}")
                 continue
-            moment.note(result := slot.result(), slot.name, "what reductions keep")
+            moment.note(result := slot.result(), slot.name, "the residual")
             wrong += [] if result.ok else [slot]
         try:
             moment.end(evidence.case.world)
@@ -83,7 +83,7 @@ def _cause(wrong: Sequence[Slot]) -> str:
 def decide(figures: Figures) -> Outcome:
     """The first comparison beyond its bound fails."""
     if not (rows := figures.compared.get("compression", [])):
-        return Outcome("compression", "skip", "no reduction keeps what it does not send")
+        return Outcome("compression", "skip", "no reduction keeps a residual")
     tally, bits = numbers.Tally.of(rows), sum(row.bound == 0 for row in rows)
     return tally.outcome("compression", {"compared": tally.compared, "bitwise": bits})
 

@@ -206,8 +206,8 @@ def _nothing_wider(figures: Figures) -> str:
     widest = figures.workload.widest
     if judged_lane(figures) != "working_precision" or widest != figures.case.lowest_dtype:
         return ""
-    what = f"{figures.case.workload.name} computes in {widest} and in nothing wider"
-    return f"{what}: there is no truth to compare its errors with; lane bitwise needs none"
+    what = f"{figures.case.workload.name} has no form wider than {widest}"
+    return f"{what}: its errors have no reference; lane bitwise needs none"
 
 
 def over_budget(figures: Figures) -> str:
@@ -249,7 +249,7 @@ def _compare(evidence: Evidence) -> Compare:
 def _replayed(evidence: Evidence, rows: Rows) -> None:
     """Where the told history of updates leads is where the system ended."""
     if evidence.oracle.problem:
-        raise Differs(f"no possible history: {evidence.oracle.problem}")
+        raise Differs(f"the reported history of updates is impossible: {evidence.oracle.problem}")
     bound, behind = evidence.declaration.max_staleness, evidence.oracle.behind
     if bound is not None and behind is not None and behind > bound:
         raise Differs(f"a gradient was {behind} steps behind, max_staleness allows {bound}")
@@ -287,7 +287,7 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             ratios = working_precision.ratios(held, alone, wanted, regions)
             noise = working_precision.noise(held, wanted, regions, unit)
             if working_precision.is_unrounded(case, ratios):
-                text = f"nothing has the rounding of {case.compute_dtype}"
+                text = f"no gradient shows the rounding of {case.compute_dtype}"
                 moment.problem("gradients", (), f"{text}, which 'precision' asks for")
             for errors, limit, of in ((ratios, bound, _TIMES_ONE), (noise, 1.0, _OF_NOISE)):
                 for name, error in errors.items():
@@ -480,7 +480,7 @@ def _end_of_loss(
         times = sum(shares.values()) / (evidence.oracle.steps[step].loss or math.inf)
         beside = causes.told(partial(beside_loss, evidence, step, loss, times))
         told = causes.before(lambda: loss, failure)
-        raise Differs(f"{told}; and of the gradients: {beside}" if beside else told) from None
+        raise Differs(f"{told}; of the gradients: {beside}" if beside else told) from None
 
 
 def _loss_factor(evidence: Evidence) -> float:
@@ -519,7 +519,7 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
                 f"{known!r} and, on rank {rank}, {loss!r}"
             )
     if missing := sorted(wanted - set(shares)):
-        raise Differs(f"step {step}: no rank tells the loss of data coordinates {missing}")
+        raise Differs(f"step {step}: no rank reported a loss for data coordinates {missing}")
     return shares
 
 

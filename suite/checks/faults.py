@@ -37,8 +37,8 @@ def judge_end(
     where = f"rank {fault.rank}, step {fault.step}, {fault.phase}"
     spoilt = next((o for o in outcomes if o.rank == fault.rank), None)
     if spoilt is None or spoilt.injected is None:
-        what = f"no call there that can be spoilt by {fault.kind}, or the rank never came there"
-        message = f"the fault never happened ({where}): {what}: choose another place"
+        what = f"the rank made no call there that {fault.kind} can disturb"
+        message = f"the fault never happened ({where}): {what}; choose another place"
         return Outcome("faults", "precondition", f"{message} [{verdict}: {reason}]")
     figures = {
         "ended_s_after_the_fault": max(o.ended for o in outcomes) - spoilt.injected,
@@ -48,15 +48,15 @@ def judge_end(
     wrong = ""
     # From coarse to fine: the time of the end means nothing under another verdict.
     if verdict not in fault.verdicts:
-        wrong = f"expected was {' or '.join(fault.verdicts)}"
+        wrong = f"expected {' or '.join(fault.verdicts)}"
     elif fault.blames is not None and blamed != fault.blames:
         named = "no rank" if blamed is None else f"rank {blamed}"
-        wrong = f"expected was rank {fault.blames} as the reason, not {named}"
+        wrong = f"expected rank {fault.blames} as the cause, not {named}"
     elif unsaid := [words for words in fault.says if words not in reason]:
-        wrong = f"expected was a sentence that says {unsaid[0]!r}"
+        wrong = f"expected a sentence that contains {unsaid[0]!r}"
     elif spoilt.idle_looks > most_looks:
-        late = f"at the watchdog's look {spoilt.idle_looks} at ranks that could not go on"
-        wrong = f"expected was an end {most_looks} looks after the fault at most, not {late}"
+        late = f"at the watchdog's look {spoilt.idle_looks} at ranks that could not continue"
+        wrong = f"expected an end at most {most_looks} looks after the fault, not {late}"
     if wrong:
         return Outcome("faults", "fail", f"{wrong}: {told}", figures=figures)
     return Outcome("faults", "pass", f"as expected, {told}", figures=figures)

@@ -40,7 +40,7 @@ def decide(figures: Figures) -> Outcome:
                     return Outcome("loss_scale", "fail", where, figures=numbers)
     for step in skipped:
         if (worst := _moved(figures.tensors, step, truth[step])) is not None:
-            text = f"{worst.name!r} changed in step {step}, which overflowed and is no update"
+            text = f"{worst.name!r} changed in step {step}, which overflowed and must not update"
             return Outcome("loss_scale", "fail", text, worst, numbers)
     if TRAIT in figures.workload.traits and not skipped:
         message = "no step overflowed: more steps are needed"

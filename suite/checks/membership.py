@@ -60,7 +60,7 @@ def _commits(figures: Figures, step: int) -> str:
     )
     if not committed:
         return ""
-    what = f"{name_ranks(dead)} died in it, and {name_ranks(committed)} committed it all the same"
+    what = f"{name_ranks(dead)} died in it, yet {name_ranks(committed)} committed it"
     return f"{what}, {name_ranks(stopped)} did not" if stopped else what
 
 
@@ -75,14 +75,14 @@ def _samples(figures: Figures, step: int) -> str:
     for rank, own in taken.items():
         if before := [sample for sample in own if sample < due.start]:
             at = max(step for step in figures.steps if figures.members[step].first <= before[0])
-            return f"rank {rank} trains on sample {before[0]} again, which step {at} was for"
+            return f"rank {rank} trains again on sample {before[0]} of step {at}"
         if any(sample >= due.stop for sample in own):
-            what = f"rank {rank} trains on sample {max(own)}, which lies behind"
-            return f"{what} the next {len(due)}, from {due.start} on"
+            what = f"rank {rank} trains on sample {max(own)}, expected one of"
+            return f"{what} the next {len(due)} from {due.start} on"
     # All samples are of this step: some may be shared out twice, or not at all.
     if twice := [sample for sample in due if counts[sample] > 1]:
         both = [rank for rank, own in taken.items() if twice[0] in own]
         return f"{name_ranks(both)} train on sample {twice[0]}, each of them"
     if left := [sample for sample in due if not counts[sample]]:
-        return f"nobody trains on sample {left[0]} ({len(left)} of {len(due)} are left out)"
+        return f"no rank trains on sample {left[0]} ({len(left)} of {len(due)} are left out)"
     return ""

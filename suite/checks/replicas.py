@@ -35,7 +35,7 @@ def decide(figures: Figures) -> Outcome:
     steps = figures.oracle.steps
     if figures.declaration.trains_alone and not any(step.met for step in steps):
         text = f"ranks that train alone meet in none of the {len(steps)} steps"
-        then = "whether they meet as they say is not seen; meet more often, or take more steps"
+        then = "their meetings cannot be judged; meet more often, or take more steps"
         return Outcome("replicas", "precondition", f"{text}: {then}")
     initial = moments.get((-1, "initial", "parameters"), {})
     compared = parted = 0

@@ -34,19 +34,19 @@ FINDING = re.compile(
 )
 #: Checks whose sentences begin with a cause, where there is one.
 _WITH_CAUSES = ("equivalence", "norm", "relations", "checkpoint")
-_BEFORE = re.compile(r"^(?:\w+ does not hold|what was saved was loaded, and yet): ")
+_BEFORE = re.compile(r"^(?:\w+ does not hold|the restored state is correct, but .+ diverges): ")
 _ENDS = re.compile(
     rf"{FINDING.pattern}|pre-clip|differs: |'[^']+' at step|step \d+[,:]|rank \d+, step"
 )
 #: What was done with what was saved is what was found.
 _FOUND = re.compile(r"after the load|full_state|.*not loaded|evaluation")
 _PLACE = re.compile(
-    r"only what |only .+ (?:is|are) wrong|all is wrong up to |only the loss of "
-    r"|step \d+ is the first|only ranks? .+ differs|that is wrong|they are wrong|these are wrong"
+    r"only .+ (?:is|are) wrong|every tensor up to |only the loss of "
+    r"|step \d+ is the first|only ranks? .+ differs|that state is wrong|(?:they|these) are wrong"
     r"|clip(?:s|ped) by a norm|wrong elements, of|is not the initial value"
-    r"|no more is wrong|not finite|no cause could be told"
+    r"|the difference is within|not finite|no cause could be determined"
 )
-_FACTOR = re.compile(r"\btimes\b|too (?:large|small)|wrong sign|multiples of the truth")
+_FACTOR = re.compile(r"\btimes\b|too (?:large|small)|wrong sign|multiples of the expected")
 _DTYPE = re.compile(r"as another dtype would be")
 
 

@@ -45,8 +45,8 @@ CONTROL_BYTES_A_NAME = 64
 #: Phases of no step, whose calls are not training's.
 _AROUND = ("setup", "save", "load")
 #: Of right sums without a call in the ledger, and of wrong ones.
-_ELSEWHERE = "traffic goes through a group that is not of the mesh: no call was seen"
-_SILENT = "nothing was sent over a group of the mesh, and the numbers are wrong"
+_ELSEWHERE = "no call was logged: traffic goes through a group outside the mesh"
+_SILENT = "the numbers are wrong, and no call used a group of the mesh"
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -305,7 +305,7 @@ def _family_bounds(evidence: Figures, family: Family, step: int) -> tuple[int, i
 def _out_of_family(evidence: Figures, step: int, value: Fraction, low: int, high: int) -> str:
     name = evidence.family.name if evidence.family else ""
     if value < low:
-        why = f"{name} cannot do with fewer than {low:,}"
+        why = f"{name} needs at least {low:,}"
     else:
         overhead = evidence.declaration.overhead
         why = f"at most {high:,} for {name} with overhead {overhead:g} (Capabilities.overhead)"
@@ -455,7 +455,8 @@ def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -
         own = cost_model.control_limit() if cost_model else None
         most = (limit if own is None else own) + shapes + values
         if spent > most:
-            return f"step {step} sends {_text(spent)} bytes that are no floats, at most {most:,}"
+            data = f"{_text(spent)} bytes of other data than floats"
+            return f"step {step} sends {data}, at most {most:,}"
     return ""
 
 
@@ -471,7 +472,7 @@ def _too_many_agreements(evidence: Figures) -> str:
         step, often = made.most_common(1)[0]
         if limits is not None and (often > limits[0] or made.total() > limits[1]):
             count = f"{made.total()} times after updates, {often} times after that of step {step}"
-            most = f"at most {limits[1]}, and {limits[0]}, agree on anything new"
+            most = f"at most {limits[1]}, and {limits[0]}, have a new value to agree on"
             return f"rank {record.rank} broadcasts integers {count}: {most}"
     return ""
 

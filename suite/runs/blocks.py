@@ -26,7 +26,7 @@ _PLACE = re.compile(r"(?P<name>'[^']+') at step -?\d+, (?P<phase>[^,:]+), ")
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 #: Stands where the search for a cause raised; the error is no cause of what the sentence tells.
 _UNTOLD = re.compile(
-    rf"no cause could be told \(\w+\((?:[^'\"()]|{_QUOTED}|\([^()]*\))*\)\)(?:: |$)"
+    rf"no cause could be determined \(\w+\((?:[^'\"()]|{_QUOTED}|\([^()]*\))*\)\)(?:: |$)"
 )
 #: How much was wrong, at the end of a sentence.
 _COUNTS = re.compile(r" \((?:wrong|different): [^()]*\)$")

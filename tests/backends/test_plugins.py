@@ -146,7 +146,7 @@ def test_what_a_backend_lacks_skips_the_checks_that_need_it(
     judged = {name for name, reason in skipped.items() if not reason}
     assert judged == {*("traffic", "memory", "overlap", "active", "schedule"), "refusals", "faults"}
     assert why("traffic", ledgers=False) == why("memory", ledgers=False) == "ledgers are off"
-    assert why("memory", backend="gloo") == "gloo frees late: memory is measured on in_memory"
+    assert why("memory", backend="gloo") == "gloo frees memory late: measure memory on in_memory"
     assert checks.weighs(case, Declaration()) and not checks.weighs(
         replace(case, checks=("traffic",)), Declaration()
     )

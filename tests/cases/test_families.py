@@ -288,7 +288,7 @@ def test_copies_that_are_not_numbered_have_not_lost_their_names() -> None:
     (row,) = frame.to_dict("records")
     assert row["verdict"] == "fail" and "names did not survive" not in row["reason"], row["reason"]
     assert "owned more than once, by ranks [0, 1]" in row["reason"], row["reason"]
-    assert "make no whole tensor after setup: " in row["reason"], row["reason"]
+    assert "form no whole tensor after setup: " in row["reason"], row["reason"]
 
 
 HYBRIDS = [

@@ -117,7 +117,7 @@ DIES: Any = {"deaths": (Death(1, 1, 4),)}
         (LEAVES, {0: ([3, 4], ""), 2: ([2], "")}, "fail", "sample 2 again, which step 0 was for"),
         (LEAVES, {0: ([3, 4], ""), 2: ([8], "")}, "fail", "sample 8, which lies behind the next 3"),
         (LEAVES, {0: ([3, 4], ""), 2: ([4], "")}, "fail", "ranks 0,2 train on sample 4, each"),
-        (LEAVES, {0: ([3, 4], "")}, "fail", "nobody trains on sample 5 (1 of 3 are left out)"),
+        (LEAVES, {0: ([3, 4], "")}, "fail", "no rank trains on sample 5 (1 of 3 are left out)"),
         (DIES, {0: ([3, 4], "stopped"), 1: ([], "died"), 2: ([5], "stopped")}, "pass", ""),
         (
             DIES,

@@ -102,7 +102,7 @@ SENTENCES = {
     "tensor_norm_not_summed": "the copies of 'norm.weight' on ranks [0, 1] add up to the truth",
     "tensor_gather_scatters_terms": "in forward order, and all is right behind it",
     "torch_tensor_first_chunk_everywhere": "what rank 1 holds of 'embed.token.weight' is wrong",
-    "torch_pipeline_backwards": "no more is wrong than another order of sums explains",
+    "torch_pipeline_backwards": "the difference is within the error of reordered summation",
     "zero2_norm_of_nothing": "nothing was clipped",
     "ddp_clips_on_rank_0_only": "rank 1 does not clip",
     "zero2_clips_scaled_norm": "the norm is 1024 times too large (1024 = loss scale)",
@@ -124,7 +124,7 @@ SENTENCES = {
     "ddp_dummy_first_step": "an update with gradients of zero was made before the first step",
     "recompute_updates_buffers_twice": "counted every micro-batch twice",
     "ddp_keeps_local_buffers": "'blocks.0.norm.running_mean' was never sent",
-    "ddp_full_state_of_the_start": "it is what was held after setup",
+    "ddp_full_state_of_the_start": "it is the value held after setup",
     "zero1_reduces_narrow": "as many calls, 2 times narrower, as another dtype would be",
 }
 
@@ -151,7 +151,7 @@ SLIGHTLY = {
     "Evaluation": "equivalence: differs: 'loss' at step 2, evaluation",
     "Norm": "norm: pre-clip global norm is wrong",
     "Start": "equivalence: rank 0 starts {} from 1 ~ 1e-10 times the values given: ",
-    "Gradients": "equivalence: {} are multiples of the truth, 1 ~ 1e-10 times: ",
+    "Gradients": "equivalence: {} are multiples of the expected gradients, 1 ~ 1e-10 times: ",
     "Clipped": "equivalence: clipped by a norm that is 1 ^ 1e-10 times the true one: ",
 }
 

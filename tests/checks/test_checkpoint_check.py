@@ -140,11 +140,12 @@ ODD = [
     (case("odd_checkpoints:RoundsExtra", 2), "extra was not loaded on rank 0: 'odd' is "),
     (
         case("odd_checkpoints:RankOneIsBehind", 2, OFTEN),
-        "progress was not loaded: rank 1 would go on from step 1, the newest checkpoint is of ",
+        "progress was not loaded: rank 1 would resume from step 1, the newest checkpoint is of ",
     ),
     (
         case("odd_checkpoints:LosesDecay", 2),
-        "what was saved was loaded, and yet: gradients and optimizer state are the same",
+        "the restored state is correct, but training then diverges: "
+        "gradients and optimizer state are equal",
     ),
     (
         case(
@@ -371,7 +372,7 @@ def test_the_pattern_over_ranks_is_said() -> None:
         (("a", "b"), ""),
         (("a", "a"), "the RNG of rank 1 (torch) is that of rank 0"),
         (("a", "z"), "the RNG of rank 1 (torch) was not loaded: it is as after set-up"),
-        (("x", "b"), "the RNG of rank 0 (torch) is in another state than when it was saved"),
+        (("x", "b"), "the RNG of rank 0 (torch) differs from its state at the save"),
     ],
 )
 def test_sentences_on_generators_name_the_rank(held: tuple[str, str], says: str) -> None:

@@ -85,7 +85,7 @@ WANTED, SENT = torch.tensor([3.0, -2.0, 1.0, 0.5]), torch.tensor([3.0, -2.0, 0.0
     ("kept", "says"),
     [
         (torch.zeros(4), "nothing is kept"),
-        (WANTED, "what was sent is still in what is kept"),
+        (WANTED, "the residual still contains what was sent"),
         (0.5 * (WANTED - SENT), "what is kept is 0.5 times what was not sent"),
         (torch.tensor([9.0, 8.0, 7.0, 6.0]), ""),
     ],
@@ -105,9 +105,9 @@ def test_residuals_that_are_right_only_together_are_told() -> None:
     ("sums", "says"),
     [
         (2 * SENT, "every gradient is 2 times too large (2 = ranks)"),
-        (SENT.flip(0), "other elements are sent: 2 of 2 that are due are missing, 2 others"),
+        (SENT.flip(0), "other elements are sent: 2 of 2 expected elements are missing, 2 others"),
         (SENT.abs(), "signs are lost"),
-        (SENT * torch.tensor([-1.0, 1.0, 1.0, 1.0]), "1 of 4 signs are turned round"),
+        (SENT * torch.tensor([-1.0, 1.0, 1.0, 1.0]), "1 of 4 signs are flipped"),
     ],
 )
 def test_a_wrong_sum_is_told_in_words(sums: Tensor, says: str) -> None:

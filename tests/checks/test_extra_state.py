@@ -154,7 +154,7 @@ def test_sound_systems_pass(told: dict[str, dict[str, list[tuple[str, str]]]]) -
         ("adamw", "UsesBetas", "the update used betas (0.9, 0.999), not (0.9, 0.95): "),
         ("adamw", "UsesEps", "the update used eps 0.0001, not 1e-08: "),
         ("unmoved", "MovesByLocalCounts", "'bias'"),
-        ("unmoved", "ForgetsToMove", "'bias' stands as it was before step 0"),
+        ("unmoved", "ForgetsToMove", "'bias' still has its value from before step 0"),
         (
             "wrong-terms",
             "TermOfThisRank",

@@ -44,7 +44,7 @@ def test_a_norm_of_replicas_that_differ_is_no_norm_over_other_axes(
     ]
     monkeypatch.setattr(scalars.fits, "pieces", lambda *_: iter(apart))
     said = scalars.of_norm(evidence, 0, second[0], 3 * norm, norm)
-    assert said == "this is the norm of the gradients that are shown: they are wrong, not the norm"
+    assert said == "the norm is right for the reported gradients: they are wrong, not the norm"
     # What is not summed over an axis that cuts gradients is told as before.
     own = sum(float(p.tensor.double().square().sum()) for p in shown[0]) ** 0.5
     said = scalars.of_norm(evidence, 0, 0, own, norm)

@@ -251,11 +251,11 @@ IN_THE_RUN: dict[str, tuple[Change, str]] = {
     ),
     "left out": (
         lambda f: rows(f).__delitem__(7),
-        "rank 0, step 0: window 0: BW3@0 and what comes after it is never done",
+        "rank 0, step 0: window 0: BW3@0 and all actions after it are never done",
     ),
     "once more": (
         lambda f: rows(f).insert(8, replace(rows(f)[7], window=1, begin=160, end=160)),
-        "rank 0, step 0: does BW3@0 after all that the schedule has",
+        "rank 0, step 0: does BW3@0 after the last action of the schedule",
     ),
     "other micro-batch": (
         lambda f: change_row(f, 2, micro=1),
@@ -271,7 +271,7 @@ IN_THE_RUN: dict[str, tuple[Change, str]] = {
     ),
     "late": (
         lambda f: change_row(f, 7, end=165),
-        "rank 0, step 0: BW3@0 is not over when gradients are said to be final",
+        "rank 0, step 0: BW3@0 is not over when gradients are reported as final",
     ),
     "empty forward": (
         lambda f: f.records[0].events.remove((22, "forward", "b.1")),

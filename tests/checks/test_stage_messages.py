@@ -128,7 +128,7 @@ def send_late(order: list[Action]) -> None:
     ("change", "told"),
     [
         (wait_early, "rank 0 waits for RB0@0 before F1@0"),
-        (send_late, "a message is sent later than what it carries was computed"),
+        (send_late, "a message is sent later than its contents were computed"),
     ],
 )
 def test_what_costs_time_and_nothing_else_is_told(change: Change, told: str) -> None:
@@ -159,7 +159,7 @@ def test_a_tensor_that_outlives_its_last_use_is_told_with_both_counts(op: str) -
     (row,) = (m for m in rows if m.action == Action(op, 1, 0))
     row.call.released = NEVER
     problem = kept(found)
-    assert f"({op}0@1), 1,024 bytes, was not let go after its last use" in problem
+    assert f"({op}0@1), 1,024 bytes, was not freed after its last use" in problem
     if op == "RF":
         # Beside it those that F1@1 has received, and BW0@1 has sent.
         assert problem.startswith("boundary tensors alive when F1@1 begins: 3, needed: 2; the act")

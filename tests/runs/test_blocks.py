@@ -63,11 +63,11 @@ def differs(times: str, world: int, step: int = 0, name: str = "blocks.0.up") ->
             "rank 2 raised ValueError: 4 and 3 (mine.py:46 in helper)",
         ),
         (differs("no update was made: ", 2), differs("no update was made: ", 2) + "\nnorm: wrong"),
-        (differs("", 2), differs("no cause could be told (KeyError('w')): ", 2)),
+        (differs("", 2), differs("no cause could be determined (KeyError('w')): ", 2)),
         (
             "equivalence: step 0, gradients_final: no rank holds 'w'",
-            'equivalence: no cause could be told (ValueError("a (b): it\'s", (2, 3))): step 0, '
-            "gradients_final: no rank holds 'w'",
+            'equivalence: no cause could be determined (ValueError("a (b): it\'s", (2, 3))): '
+            "step 0, gradients_final: no rank holds 'w'",
         ),
         (
             "call 4 of group 0-1 does not match: rank 0 calls all_reduce(sum, float64[32]); rank 1 "

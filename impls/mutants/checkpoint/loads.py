@@ -82,7 +82,7 @@ class OnRank0Only(Loading):
 
 @mutant(
     "loads_a_tie_twice",
-    says="the load parted .* on rank 0, which were one parameter",
+    says="the load untied .* on rank 0: they were one parameter",
     zoo=("K24",),
     workload=gpt("tied"),
 )
@@ -102,7 +102,7 @@ class TieTwice(ReferenceDDP):
 
 @mutant(
     "loads_and_draws",
-    says=r"the RNG of rank 0 \(torch\) is in another state than when it was saved",
+    says=r"the RNG of rank 0 \(torch\) differs from its state at the save",
     zoo=("K17",),
     backend="gloo",
 )
@@ -132,7 +132,7 @@ class NoLossScale(ReferenceDDP):
 
 @mutant(
     "loads_no_residuals",
-    says="what was saved was loaded, and yet: the gradients of the first step",
+    says="the restored state is correct, .*: the gradients of the first step",
     zoo=("G02",),
     options={"compress": {"method": "topk", "density": 0.25}},
 )
@@ -181,7 +181,7 @@ class BuffersOfRank0(Checkpoint):
 
 @mutant(
     "loads_shifted_parts",
-    says="optimizer state was not loaded: .* elements of .* are others",
+    says="optimizer state was not loaded: .* elements of .* differ",
     zoo=("K01", "K08"),
     parent=ReferenceZero1,
     mesh=SHARDED,
@@ -198,7 +198,7 @@ class ShiftedParts(Checkpoint):
 
 @mutant(
     "loads_fused_rows_in_order",
-    says=r"parameters were not loaded: .* elements of '.*qkv.*' are others",
+    says=r"parameters were not loaded: .* elements of '.*qkv.*' differ",
     zoo=("K19",),
     mesh={"tensor": 2},
 )
@@ -221,7 +221,7 @@ class FusedRowsInOrder(ReferenceTensor):
         return extra
 
 
-@mutant("loads_parameters_only", says="optimizer state was not loaded: there is none", zoo=("K16",))
+@mutant("loads_parameters_only", says="optimizer state was not loaded: it is missing", zoo=("K16",))
 class ParametersOnly(ReferenceDDP):
     """The optimizer is rebuilt after the load."""
 
@@ -231,7 +231,7 @@ class ParametersOnly(ReferenceDDP):
         return extra
 
 
-@mutant("loads_and_begins_again", says="progress was not loaded: rank 0 would go on from step 0")
+@mutant("loads_and_begins_again", says="progress was not loaded: rank 0 would resume from step 0")
 class BeginsAgain(ReferenceDDP):
     """All state is loaded, but steps are counted from the first one again."""
 
@@ -242,7 +242,7 @@ class BeginsAgain(ReferenceDDP):
 
 @mutant(
     "loads_the_oldest",
-    says="progress was not loaded: rank 0 would go on from step 2, the newest .* is of step 3",
+    says="progress was not loaded: rank 0 would resume from step 2, the newest .* is of step 3",
     checkpoint=CheckpointPlan(save_at=3, saves=3),
     steps=4,
 )
@@ -300,7 +300,7 @@ class MastersOnly(Loading):
 
 @mutant(
     "loads_rounded",
-    says="optimizer state was not loaded: .* elements of .* are others",
+    says="optimizer state was not loaded: .* elements of .* differ",
 )
 class RoundedMoments(Loading):
     """Moments are rounded to float32 on loading."""
@@ -313,7 +313,7 @@ class RoundedMoments(Loading):
 
 @mutant(
     "loads_transposed",
-    says="parameters were not loaded: .* elements of .* are others",
+    says="parameters were not loaded: .* elements of .* differ",
 )
 class Transposed(Loading):
     """Square matrices are loaded transposed."""
@@ -345,7 +345,7 @@ class NoGrowth(ReferenceDDP):
 
 @mutant(
     "loads_the_part_of_another_rank",
-    says="parameters were not loaded: .* elements of .* are others",
+    says="parameters were not loaded: .* elements of .* differ",
     zoo=("K13",),
     parent=ReferenceZero3,
     mesh=SHARDED,
@@ -380,7 +380,7 @@ class CountOfItsOwn(ReferenceDDP):
 
 @mutant(
     "loads_residuals_beside_its_own",
-    says="what was saved was loaded, and yet: the gradients of the first step",
+    says="the restored state is correct, .*: the gradients of the first step",
     checkpoint=CheckpointPlan(save_at=2, trained=2),
     options={"compress": {"method": "topk", "density": 0.25}},
 )
@@ -447,7 +447,7 @@ class BroadcastsEverAfter(ReferenceDDP):
 
 @mutant(
     "loads_and_warms_up_again",
-    says="or had another rate",
+    says="or with another rate",
     optimizer=OptimizerSpec("adamw", lr=0.003, warmup_steps=4),
     steps=4,
 )

@@ -44,7 +44,7 @@ OFTEN = CheckpointPlan(save_at=3, saves=3)
 SHARDED: Mapping[str, int] = {"shard": 2}
 
 
-@mutant("saves_fresh_optimizer", says="optimizer state was not loaded: there is none", zoo=("K16",))
+@mutant("saves_fresh_optimizer", says="optimizer state was not loaded: it is missing", zoo=("K16",))
 class FreshOptimizer(ReferenceDDP):
     """The saved state is that of an optimizer created for the save."""
 
@@ -172,7 +172,7 @@ class KeepsTwo(Sharded):
 
 @mutant(
     "saves_and_keeps_the_oldest",
-    says="progress was not loaded: rank 0 would go on from step 1, the newest .* is of step 3",
+    says="progress was not loaded: rank 0 would resume from step 1, the newest .* is of step 3",
     checkpoint=OFTEN,
     steps=4,
 )
@@ -187,7 +187,7 @@ class KeepsTheOldest(Sharded):
 
 @mutant(
     "saves_moments_of_rank_0",
-    says="optimizer state was not loaded: .* elements of .* are others",
+    says="optimizer state was not loaded: .* elements of .* differ",
     zoo=("K07",),
     mesh=SHARDED,
     parent=ReferenceZero1,
@@ -224,7 +224,7 @@ class NoCounters(Contents):
         return _changed(state, "optimizer", slots)
 
 
-@mutant("saves_rounded", says="parameters were not loaded: .* elements of .* are others")
+@mutant("saves_rounded", says="parameters were not loaded: .* elements of .* differ")
 class Rounded(Contents):
     """Parameters are rounded to float32 on saving."""
 
@@ -239,7 +239,7 @@ class Rounded(Contents):
 
 @mutant(
     "saves_the_next_step",
-    says="progress was not loaded: rank 0 would go on from step 3, the newest .* is of step 2",
+    says="progress was not loaded: rank 0 would resume from step 3, the newest .* is of step 2",
     zoo=("K11",),
 )
 class TheNextStep(ReferenceDDP):
@@ -313,7 +313,7 @@ class TornByAnUpdate(CopiesWhenAsked):
 
 @mutant(
     "saves_once",
-    says="progress was not loaded: rank 0 would go on from step 1, the newest .* is of step 3",
+    says="progress was not loaded: rank 0 would resume from step 1, the newest .* is of step 3",
     checkpoint=OFTEN,
     steps=4,
 )
@@ -417,8 +417,8 @@ AGAIN = CheckpointPlan(save_at=1, again_at=2)
 
 @mutant(
     "saves_progress_of_the_load",
-    says="of what was saved after a load, progress was not loaded: rank 0 would go on from step 1, "
-    "the newest checkpoint is of step 2",
+    says="of what was saved after a load, progress was not loaded: rank 0 would resume "
+    "from step 1, the newest checkpoint is of step 2",
     checkpoint=AGAIN,
 )
 class ProgressOfTheLoad(ReferenceDDP):

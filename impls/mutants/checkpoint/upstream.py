@@ -49,7 +49,7 @@ class NoGenerators(State):
         return super().put()
 
 
-@mutant("torch_saves_rounded", says="parameters were not loaded: .* elements of .* are others")
+@mutant("torch_saves_rounded", says="parameters were not loaded: .* elements of .* differ")
 class Rounded(State):
     """Tensors are passed to torch in float32 and cast back silently on loading."""
 
@@ -62,7 +62,7 @@ class Rounded(State):
 
 @mutant(
     "torch_saves_fused_rows_in_thirds",
-    says=r"parameters were not loaded: \d+ of \d+ elements of '.*qkv.weight' are others",
+    says=r"parameters were not loaded: \d+ of \d+ elements of '.*qkv.weight' differ",
     parent=PyTorchTensorParallel,
     mesh={"tensor": 2},
     workload=WorkloadSpec("charnames_gpt", params=FEWER_KEYS),

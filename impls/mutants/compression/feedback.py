@@ -79,7 +79,7 @@ class AppliedTwice(Feedback):
 
 @mutant(
     "feedback_averaged",
-    says="only the sum over ranks of what is kept is right",
+    says="each rank keeps the global residual",
     zoo=("G19",),
     options=sent_by({**TOPK, "density": 0.5}),
 )
@@ -98,7 +98,7 @@ class Averaged(TopK):
 
 @mutant(
     "feedback_averaged_powersgd",
-    says="only the sum over ranks of what is kept is right",
+    says="each rank keeps the global residual",
     zoo=("G19",),
     killed_by=("compression",),
     options=sent_by(POWERSGD),
@@ -119,7 +119,7 @@ class AveragedPowerSGD(PowerSGD):
         return Finish((), average)
 
 
-@mutant("feedback_keeps_what_was_sent", says="what was sent is still in what is kept")
+@mutant("feedback_keeps_what_was_sent", says="the residual still contains what was sent")
 class KeepsWhatWasSent(Feedback):
     """Residuals are whole gradients: the sent part is not subtracted."""
 
@@ -131,7 +131,7 @@ class KeepsWhatWasSent(Feedback):
         super().keep(part, self.wanted[part.name])
 
 
-@mutant("feedback_fades", says="what is kept is 0.9 times")
+@mutant("feedback_fades", says="the residual is 0.9 times")
 class Fades(Feedback):
     """A tenth of each residual is lost in every step."""
 
@@ -183,7 +183,7 @@ class FirstRoundOnly(Feedback):
 
 @mutant(
     "feedback_lost_while_unused",
-    says="nothing is kept.*conditional_early_step",
+    says="the residual is zero.*conditional_early_step",
     killed_by=("compression",),
     workload=gpt("conditional_early_step"),
 )

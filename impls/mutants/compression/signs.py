@@ -26,7 +26,7 @@ SERVERS: Mapping[str, Any] = {
 mutant = declare.family(ReferenceDDP, options=sent_by(SIGN), killed_by=("equivalence",))
 
 
-@mutant("sign_ties_lose", says="signs are turned round")
+@mutant("sign_ties_lose", says="signs are flipped")
 class TiesLose(Sign):
     """A tied vote counts as minus."""
 
@@ -35,7 +35,7 @@ class TiesLose(Sign):
         return signs.sum(0) > 0, size
 
 
-@mutant("sign_one_rank_decides", says="signs are turned round", mesh={"replicate": 3})
+@mutant("sign_one_rank_decides", says="signs are flipped", mesh={"replicate": 3})
 class OneRankDecides(Sign):
     """The first rank's signs are taken for the majority."""
 

@@ -229,7 +229,7 @@ class ReducesWrongHalf(Planted):
 
 @mutant(
     "tree_sends_on_what_it_had",
-    says="rank 3 holds .*data coordinate 0 is missing",
+    says="on rank 3: .*data coordinate 0 is missing",
     options=summed_by("binomial_tree"),
     mesh={"replicate": 4},
     killed_by=("equivalence", "replicas"),
@@ -245,7 +245,7 @@ class SendsOnWhatItHad(Planted):
 
 @mutant(
     "tree_root_serves_its_children_only",
-    says="rank 3 holds .*data coordinate 3 alone: it was not reduced",
+    says="on rank 3: .*data coordinate 3 alone: it was not reduced",
     options=summed_by("binomial_tree"),
     mesh={"replicate": 4},
     killed_by=("equivalence", "replicas", "traffic"),

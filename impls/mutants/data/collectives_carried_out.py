@@ -105,7 +105,7 @@ class _Largest(Running):
 
 @mutant(
     "keeps_the_larger_of_two",
-    says=r"(only data coordinate \d is in them.*){3}",
+    says=r"(contain only data coordinate \d.*){3}",
     options=summed_by("rabenseifner"),
 )
 class KeepsTheLargerOfTwo(SpoiltReducer):

@@ -189,7 +189,7 @@ class DividesByWorld(DDP):
 
 @mutant(
     "ddp_divides_by_world_clipped",
-    says="3 times too small .*ranks|norm of the gradients that are shown",
+    says="3 times too small .*ranks|norm is right for the reported gradients",
     killed_by=("norm",),
     mesh={"replicate": 3},
     optimizer=CLIP,
@@ -296,7 +296,7 @@ class BroadcastsStaleBuffers(DDP):
 
 @mutant(
     "ddp_buffer_order_by_rank",
-    says="taken for",
+    says="were swapped",
     zoo=("X02",),
     killed_by=("equivalence",),
     workload=WorkloadSpec("digits_cnn"),

@@ -228,7 +228,7 @@ class IntegerBuffersStay(DDP):
         return {n: b for n, b in super().buffers().items() if b.is_floating_point()}
 
 
-@mutant("ddp_gradients_as_integers", says="no floats", killed_by=("traffic",))
+@mutant("ddp_gradients_as_integers", says="other data than floats", killed_by=("traffic",))
 class GradientsAsIntegers(DDP):
     """Gradients are sent a second time, disguised as integers."""
 

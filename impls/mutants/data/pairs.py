@@ -113,7 +113,7 @@ class ReloadLeavesBuckets(Zero2):
 
 @mutant(
     "zero1_averages_then_multiplies",
-    says="round|order of sums",
+    says="round|reordered summation",
     expect=AS_DDP,
     mesh={"shard": 3},
     lane="bitwise",

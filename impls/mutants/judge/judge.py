@@ -188,7 +188,7 @@ class RecordIsEmpty(Misjudged):
         training.records_of = records_of
 
 
-@mutant("judge_keeps_no_digests", says="make no whole tensor|digest", killed_by=("active",))
+@mutant("judge_keeps_no_digests", says="form no whole tensor|digest", killed_by=("active",))
 class KeepsNoDigests(Misjudged):
     """Comparisons use the system's own numbers, and no digest of them is kept."""
 

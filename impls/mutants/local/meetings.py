@@ -95,7 +95,9 @@ class DividesByTheSteps(LocalSGD):
 
 
 @mutant(
-    "local_takes_the_first", says="those of data coordinate 0", killed_by=("equivalence", "traffic")
+    "local_takes_the_first",
+    says="parameters of data coordinate 0",
+    killed_by=("equivalence", "traffic"),
 )
 class TakesTheFirst(LocalSGD):
     """A meeting copies the first rank's parameters to all ranks, and the others' training is
@@ -184,7 +186,7 @@ class AverageSkippedOnOverflow(ReferenceLocalSGD):
 
 @mutant(
     "local_scale_of_all",
-    says="it skipped the update, the oracle did not|bytes that are no floats",
+    says="it skipped the update, the oracle did not|bytes of other data than floats",
     killed_by=("loss_scale", "equivalence", "traffic"),
     optimizer=SCALED,
     workload=gpt("overflow_on_one_rank"),
@@ -197,7 +199,7 @@ class ScaleOfAll(ReferenceLocalSGD):
     scaler_type = LossScaler
 
 
-@mutant("local_tells_its_steps", says="bytes that are no floats", killed_by=("traffic",))
+@mutant("local_tells_its_steps", says="bytes of other data than floats", killed_by=("traffic",))
 class TellsItsSteps(LocalSGD):
     """Ranks signal each other in every step: only the cost is wrong."""
 

@@ -179,7 +179,7 @@ class DividesByTheFirstGroup(Elastic):
         self.scale_gradients(torch.tensor(self.comm.size / self.first, dtype=torch.float64))
 
 
-@mutant("elastic_keeps_half_a_step", says="taken again", **DIES)
+@mutant("elastic_keeps_half_a_step", says="repeated without", **DIES)
 class KeepsHalfAStep(Elastic):
     """Gradients of an abandoned step are not cleared, so the next ones are added to them."""
 
@@ -188,7 +188,7 @@ class KeepsHalfAStep(Elastic):
             bucket.reset()
 
 
-@mutant("elastic_keeps_the_reducer", says="taken again", options=LOCAL, zoo=("G11",), **DIES)
+@mutant("elastic_keeps_the_reducer", says="repeated without", options=LOCAL, zoo=("G11",), **DIES)
 class KeepsTheReducer(Elastic):
     """Buckets summed before a member died count as summed in the new group."""
 
@@ -204,7 +204,7 @@ class KeepsTheReducer(Elastic):
             bucket.reset()
 
 
-@mutant("elastic_keeps_moved_buffers", says="taken again", workload=CNN, **DIES)
+@mutant("elastic_keeps_moved_buffers", says="repeated without", workload=CNN, **DIES)
 class KeepsMovedBuffers(ReferenceElastic):
     """Running statistics of an abandoned step are kept and updated again."""
 
@@ -213,7 +213,10 @@ class KeepsMovedBuffers(ReferenceElastic):
 
 
 @mutant(
-    "elastic_keeps_what_was_drawn", says="taken again", workload=gpt("dropout_stateful"), **DIES
+    "elastic_keeps_what_was_drawn",
+    says="repeated without",
+    workload=gpt("dropout_stateful"),
+    **DIES,
 )
 class KeepsWhatWasDrawn(ReferenceElastic):
     """Masks of an abandoned step are not redrawn: the next ones are used."""
@@ -224,7 +227,7 @@ class KeepsWhatWasDrawn(ReferenceElastic):
 
 @mutant(
     "elastic_counts_a_step_given_up",
-    says="trains on sample .. again|lies behind",
+    says="trains again on sample ..|expected one of",
     killed_by=("membership", "equivalence"),
     **DIES,
 )
@@ -243,7 +246,7 @@ class CountsAStepGivenUp(ReferenceElastic):
 
 @mutant(
     "elastic_committed_by_the_first",
-    says="committed it all the same",
+    says="yet ranks? .*committed it",
     killed_by=("membership",),
     **DIES,
 )
@@ -288,7 +291,7 @@ class CopiesNumberedAsBefore(Elastic):
         self.replica = before
 
 
-@mutant("elastic_counts_micro_batches_on", says="taken again", zoo=("G07",), **DIES)
+@mutant("elastic_counts_micro_batches_on", says="repeated without", zoo=("G07",), **DIES)
 class CountsMicroBatchesOn(ReferenceElastic):
     """The accumulation counter of an abandoned step is not reset, so the next step reduces before
     its last micro-batch.

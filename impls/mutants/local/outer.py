@@ -15,7 +15,7 @@ from shardproof.impls.reference.diloco import DiLoCo, ReferenceDiLoCo
 mutant = declare.family(ReferenceDiLoCo, options={"every": 2}, steps=4, killed_by=("equivalence",))
 
 
-@mutant("outer_pseudo_gradient_reversed", says="away from what ranks found", zoo=("G05",))
+@mutant("outer_pseudo_gradient_reversed", says="away from the ranks' results", zoo=("G05",))
 class PseudoGradientReversed(DiLoCo):
     """The pseudo-gradient has the wrong sign, so the outer step undoes the training."""
 
@@ -106,7 +106,7 @@ class StepForNobody(DiLoCo):
         self.outer_step(self.pseudo_gradients())
 
 
-@mutant("outer_is_the_mean", says="the mean of what ranks found, without an outer step")
+@mutant("outer_is_the_mean", says="the mean of the ranks' own results, without an outer step")
 class IsTheMean(DiLoCo):
     """Parameters become their mean; there is no outer optimizer."""
 

@@ -112,7 +112,7 @@ class LosesLastSplitWeights(Executor):
 
 @mutant(
     "pipeline_one_receive_buffer",
-    says="one buffer|overwritten|all is right behind it",
+    says="one buffer|overwritten|every later one is right",
     zoo=("P07",),
     killed_by=("equivalence",),
     options={"schedule": "gpipe"},
@@ -160,7 +160,7 @@ class OneFormForAllLengths(Executor):
 
 @mutant(
     "pipeline_gradient_of_another_micro_batch",
-    says="another micro-batch|all is right behind it",
+    says="another micro-batch|every later one is right",
     killed_by=("equivalence",),
     options={"schedule": "gpipe"},
 )
@@ -190,7 +190,7 @@ class ActivationsCarryAnOffset(Messages):
 
 @mutant(
     "pipeline_split_backward_of_one_input",
-    says="wrong up to 'blocks.3.recurrence.cell.bias' .* all is right behind it",
+    says="up to 'blocks.3.recurrence.cell.bias' .* every later one is right",
     killed_by=("equivalence",),
     workload=WorkloadSpec(
         "charnames_rnn", micro_batches=4, params={"layers": 4, "width": 16, "seq": 8}
@@ -426,7 +426,7 @@ class LeavesOutAUnit(ReferencePipeline):
 
 @mutant(
     "pipeline_accumulates_in_descending_order",
-    says="order of sums",
+    says="reordered summation",
     killed_by=("equivalence",),
     options={"schedule": "gpipe"},
     lane="bitwise",

@@ -296,7 +296,7 @@ class SwapsBackwardsOfFirstStage(Executor):
 
 @mutant(
     "schedule_weights_after_final_gradients",
-    says="not over when gradients are said to be final",
+    says="not over when gradients are reported as final",
     killed_by=("schedule", "equivalence"),
     options=SPLIT,
 )

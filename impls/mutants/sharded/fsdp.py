@@ -118,7 +118,7 @@ class IdleRanksCountOtherwise(Zero3):
 
 @mutant(
     "fsdp_chunks_of_wrong_neighbours",
-    says="another order|all is right behind it",
+    says="another order|every later one is right",
     zoo=("F22",),
     killed_by=("equivalence",),
     mesh={"shard": 4},
@@ -137,7 +137,7 @@ class ChunksOfWrongNeighbours(FSDP):
 
 @mutant(
     "fsdp_keeps_first_chunks",
-    says="step before|all is right behind it",
+    says="step before|every later one is right",
     zoo=("F16",),
     killed_by=("equivalence",),
     mesh={"shard": 4},

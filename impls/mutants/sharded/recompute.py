@@ -100,7 +100,7 @@ class UpdatesBuffersTwice(Call):
 
 @mutant(
     "recompute_takes_buffers_back",
-    says="stands as it was before",
+    says="still has its value from before",
     killed_by=("equivalence",),
     workload=WorkloadSpec("digits_cnn"),
 )

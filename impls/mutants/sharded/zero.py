@@ -75,7 +75,7 @@ class UsesLastBucketEarly(Zero1):
 
 @mutant(
     "zero2_rewrites_buffer_in_flight",
-    says=r"only .+ is in them|is missing|all is zero|counts 0 times|coordinate \d alone",
+    says=r"contain only .+|is missing|all is zero|counts 0 times|coordinate \d alone",
     zoo=("F08",),
     killed_by=("equivalence",),
     workload=LATE,
@@ -476,7 +476,7 @@ class CommunicatesEveryMicroBatch(Zero1):
         super().accumulate(is_last)
 
 
-@mutant("zero1_gradients_as_integers", says="no floats", killed_by=("traffic",))
+@mutant("zero1_gradients_as_integers", says="other data than floats", killed_by=("traffic",))
 class GradientsAsIntegers(Zero1):
     """Gradients are sent a second time, disguised as integers."""
 

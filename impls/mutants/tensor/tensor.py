@@ -69,7 +69,7 @@ class BiasOnEveryRank(_Layers):
 
 @mutant(
     "tensor_gradient_of_inputs_not_summed",
-    says="all is right behind it|not summed",
+    says="every later one is right|not summed",
     zoo=("T11",),
     killed_by=("equivalence", "replicas", "traffic"),
 )
@@ -103,7 +103,7 @@ def _twice(tensor: Tensor, comm: Comm) -> Tensor:
 
 @mutant(
     "tensor_sum_is_its_own_backward",
-    says="multiples of the truth|all is right behind it",
+    says="multiples of the expected gradients|every later one is right",
     zoo=("T08",),
     killed_by=("equivalence", "traffic"),
 )
@@ -292,7 +292,7 @@ class LossPlusLog(_Loss):
 
 @mutant(
     "tensor_plain_collective_in_loss",
-    says="classes|not summed|all is right behind it",
+    says="classes|not summed|every later one is right",
     zoo=("T07",),
     killed_by=("equivalence",),
 )

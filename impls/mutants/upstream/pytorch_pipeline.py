@@ -68,7 +68,10 @@ class LabelsOfNext(Pipelining):
 
 
 @mutant(
-    "torch_pipeline_backwards", says="order of sums", killed_by=("equivalence",), lane="bitwise"
+    "torch_pipeline_backwards",
+    says="reordered summation",
+    killed_by=("equivalence",),
+    lane="bitwise",
 )
 class Backwards(Pipelining):
     """Micro-batches are passed in descending order, which changes the order of sums."""
@@ -190,7 +193,7 @@ class OneRate(Pipelining):
 
 @mutant(
     "torch_pipeline_one_buffer",
-    says="one buffer|overwritten|all is right behind it",
+    says="one buffer|overwritten|every later one is right",
     zoo=("P07",),
     killed_by=("equivalence",),
     backend="gloo",

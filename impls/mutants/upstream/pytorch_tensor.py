@@ -68,7 +68,7 @@ class NormsNotReduced(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_first_chunk_everywhere",
-    says="only what rank 1 holds of 'embed.token.weight'",
+    says="only the part of 'embed.token.weight' on rank 1",
     killed_by=("equivalence",),
 )
 class FirstChunkEverywhere(PyTorchTensorParallel):

@@ -28,7 +28,7 @@ def told(cause: Callable[[], str]) -> str:
     except Exception as error:
         if is_exhausted(error):
             raise
-        return f"no cause could be told ({error!r})"
+        return f"no cause could be determined ({error!r})"
 
 
 def before(cause: Callable[[], str], failure: object) -> str:
@@ -48,12 +48,12 @@ def of_members(evidence: Evidence, step: int, wrong: Collection[int]) -> str:
     joined = now.joined(before)
     if wrong and wrong <= set(joined):
         which = f"{name_ranks(sorted(wrong))}, which joined before step {step}"
-        return f"only {which}, differs: it lacks something that the others have"
+        return f"only {which}, differs: it misses state that the others have"
     if dead := [rank for rank in now.begin if rank not in now.members]:
-        return f"step {step} was taken again without {name_ranks(dead)}, which died in it"
+        return f"step {step} was repeated without {name_ranks(dead)}, which died in it"
     if before is not None and now.members != before.members:
         there, were = name_ranks(now.members), name_ranks(before.members)
-        return f"step {step} is the first of {there}, after {were}"
+        return f"step {step} is the first with {there}, after {were}"
     return ""
 
 

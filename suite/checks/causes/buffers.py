@@ -43,7 +43,7 @@ def _made_otherwise(
     batches = evidence.shares(step)
     start, batch = states[coordinate], batches[coordinate].micro_batches
     if name in start:
-        yield start[name], f"{name!r} stands as it was before step {step}"
+        yield start[name], f"{name!r} still has its value from before step {step}"
 
     def after(state: dict[str, Tensor], micro_batches: list[MicroBatch]) -> dict[str, Tensor]:
         return training.buffers_after(workload, case.precision, state, micro_batches)
@@ -53,13 +53,13 @@ def _made_otherwise(
     for other in (n for n in start if n != name and n not in workload.shapes):
         if start[other].shape == start[name].shape and start[other].dtype == start[name].dtype:
             mixed = {**start, name: start[other], other: start[name]}
-            yield after(mixed, batch)[name], f"{name!r} was taken for {other!r}, and the other way"
+            yield after(mixed, batch)[name], f"{name!r} and {other!r} were swapped"
     if any(one.step == step for record in evidence.records for one in record.evaluations):
         twice = after(start, [*batch, *batch])
         yield twice[name], f"the evaluation before step {step} moved {name!r}"
     own = evidence.initial("buffers").tensors.get(name, {}) if step == 0 else {}
     if len(own) > coordinate:
-        yield own[coordinate], f"{name!r} stands as it was after setup"
+        yield own[coordinate], f"{name!r} still has its value from setup"
     built = dict(workload.build_for(coordinate, coordinate)().named_buffers())
     for moved, told in ((built, "built on this rank"), (dict(workload.state()), "given")):
         for number in range(step + 1):

@@ -63,7 +63,7 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
         return ""
     if not sums.wrong:
         exact = evidence.case.lane == "dyadic"
-        return "" if exact else "no more is wrong than another order of sums explains"
+        return "" if exact else "the difference is within the error of reordered summation"
     if held := sums.of_held():
         return held
     if evidence.declaration.oracle == "emulated" and (
@@ -148,9 +148,10 @@ class _Sums:
         held, want, own = (
             fits.flat(t, self.truth, self.wrong) for t in (self.held, self.truth, made)
         )
-        sentence = f"the gradients are those of what is held before step {self.step}"
+        held_state = f"the state held before step {self.step}"
+        sentence = f"the gradients are right for {held_state}: that state is wrong"
         said = of_buffers_at_start(self.evidence) if not self.step else ""
-        return fits.nearest(held, want, [(own, said or f"{sentence}: that is wrong")], self.limit)
+        return fits.nearest(held, want, [(own, said or sentence)], self.limit)
 
     def of_all(self) -> str:
         """What the fit says of all gradients, or else of the wrong ones alone."""
@@ -218,7 +219,7 @@ class _Sums:
             return ""
         ranks = sorted({rank for name in torn for rank in self.state.owners[name]})
         who = f"the copies of {some([*torn])} on ranks {ranks}"
-        return f"{who} add up to the truth: they were not summed"
+        return f"{who} add up to the expected gradient: they were not summed"
 
     def by_rank(self) -> str:
         """What the fit says of the pieces of each rank that holds wrong ones."""
@@ -240,8 +241,8 @@ class _Sums:
         if not found:
             return ""
         (rank, sentence), *others = found.items()
-        also = f"; the like on ranks {[other for other, _ in others]}" if others else ""
-        return f"in what rank {rank} holds of {some(self.wrong)}: {sentence}{also}"
+        also = f"; the same on ranks {[other for other, _ in others]}" if others else ""
+        return f"in the part of {some(self.wrong)} on rank {rank}: {sentence}{also}"
 
     def by_tensor(self) -> str:
         """Whether each wrong gradient is a multiple of its own truth, or holds another's."""
@@ -249,8 +250,8 @@ class _Sums:
         times = {n: multiple({n: held[n]}, truth, self.limit) for n in wrong}
         if all(t is not None and t != 1 for t in times.values()):
             factors = [number(t) for t in sorted({t for t in times.values() if t is not None})]
-            shown = [*dict.fromkeys(factors)][:4]
-            return f"{some(wrong)} are multiples of the truth, {' and '.join(shown)} times"
+            shown = " and ".join([*dict.fromkeys(factors)][:4])
+            return f"{some(wrong)} are multiples of the expected gradients, {shown} times"
         pairs = [
             (name, other)
             for name in wrong
@@ -268,7 +269,7 @@ class _Sums:
             counted = fitted(got, want, columns, self.limit) or {}
             # An exchange: every share is there once or not at all.
             if counted and all(min(abs(c), abs(c - 1)) <= within for c in counted.values()):
-                return f"in the gradient of {name!r} is a rank's gradient of {other!r}"
+                return f"the gradient of {name!r} contains a rank's gradient of {other!r}"
         return ""
 
     def by_element(self) -> str:
@@ -339,8 +340,8 @@ class _Sums:
         is_zero = " and is zero" if zero else ""
         if set(ranks) != holders:
             names = list(dict.fromkeys(name for rank in ranks for name in bad[rank]))
-            who = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {ranks} hold"
-            return f"only what {who} of {some(names)} is wrong{is_zero}"
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+            return f"only the part of {some(names)} on {who} is wrong{is_zero}"
         if kind := self._kind():
             return f"only {kind} wrong{is_zero}: {some(self.wrong)}"
         return self._boundary()
@@ -356,7 +357,7 @@ class _Sums:
             return "biases are"
         for unit in for_case(self.evidence.case).units:
             if names == {n for n in self.truth if n.startswith(f"{unit}.")}:
-                return f"what unit {unit!r} has is"
+                return f"unit {unit!r} is"
         return ""
 
     def _boundary(self) -> str:
@@ -369,7 +370,7 @@ class _Sums:
         bad = [n for n in order if n in self.wrong]
         if not bad or len(bad) == len(order) or bad != order[: len(bad)]:
             return ""
-        return f"all is wrong up to {bad[-1]!r} in forward order, and all is right behind it"
+        return f"every tensor up to {bad[-1]!r} in forward order is wrong, every later one is right"
 
     @property
     def _tied(self) -> set[str]:
@@ -389,7 +390,7 @@ def _is_rounded(held: Tensor, truth: Tensor, dtype: torch.dtype) -> bool:
 def _shares_in(choice: Mapping[str, float]) -> str:
     present, absent = [n for n in choice if choice[n]], [n for n in choice if not choice[n]]
     if 0 < len(present) <= len(absent):
-        return f"only {' and '.join(present)} is in them"
+        return f"they contain only {' and '.join(present)}"
     return f"{' and '.join(absent)} is missing" if present else "all is zero"
 
 
@@ -499,12 +500,12 @@ def of_sent(held: Tensors, truth: Tensors, wrong: Sequence[str], known: Mapping[
     due, come = want != 0, got != 0
     missing, extra = int((due & ~come).sum()), int((come & ~due).sum())
     if missing + extra > _FEW * len(got):
-        lost = f"{missing} of {int(due.sum())} that are due are missing"
-        return f"other elements are sent: {lost}, {extra} others are there"
+        lost = f"{missing} of {int(due.sum())} expected elements are missing"
+        return f"other elements are sent than expected: {lost}, {extra} are extra"
     if bool((want < 0).any()) and not bool((got < 0).any()):
         return "signs are lost: nothing is negative"
     if torch.allclose(got.abs(), want.abs(), rtol=_ROUNDED_ON_THE_WAY, atol=0.0):
-        return f"{int((got * want < 0).sum())} of {len(got)} signs are turned round"
+        return f"{int((got * want < 0).sum())} of {len(got)} signs are flipped"
     return ""
 
 
@@ -518,16 +519,16 @@ def of_kept(kept: Sequence[Kept]) -> str:
     have, wanted, sent = map(fits.end_to_end, tensors)
     due = wanted - sent
     if not have.any():
-        return "nothing is kept"
+        return "the residual is zero"
     if fits.equal(have, wanted, limit):
-        return "what was sent is still in what is kept"
+        return "the residual still contains what was sent"
     times = multiple({"kept": have}, {"kept": due}, limit)
     if times is not None and abs(times - 1) > limit:
-        return f"what is kept is {times:.4g} times what was not sent"
+        return f"the residual is {times:.4g} times what was not sent"
     # Gaps of all coordinates, added by parameter: where they cancel, only the sum is right.
     sums: dict[str, Tensor] = {}
     for name, own, gradient, told in kept:
         sums[name] = sums.get(name, torch.zeros_like(own)) + (own - (gradient - told))
     if all(float(gap.norm()) <= limit * float(due.norm()) for gap in sums.values()):
-        return "only the sum over ranks of what is kept is right: each lacks what all lack together"
+        return "each rank keeps the global residual instead of its own"
     return ""

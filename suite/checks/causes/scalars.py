@@ -88,7 +88,7 @@ def _logarithms(evidence: Evidence, truth: float) -> Tries:
         # Cross-entropy is log(sum of exp) - logit: n times the sum adds log(n).
         for sign, way in ((1, "large"), (-1, "small")) if size > 1 else ():
             off = f"the loss is too {way} by log({size}), the ranks of the axis {axis!r}"
-            why = "each class was counted otherwise in the sum of exponentials"
+            why = "the sum of exponentials counts each class a wrong number of times"
             yield truth + sign * math.log(size), f"{off}: {why}"
 
 
@@ -161,8 +161,8 @@ class _Losses:
     def _of_held(self) -> str:
         """A sentence on a loss that is right for a state that is wrong."""
         wrong = of_buffers_at_start(self.evidence) if self.step == 0 else ""
-        held = f"the loss is that of the state that is held before step {self.step}"
-        return wrong or f"{held}: that is wrong"
+        held = f"the loss is right for the state held before step {self.step}"
+        return wrong or f"{held}: that state is wrong"
 
     def of_evaluation(self) -> Tries:
         """In training mode, with other weights or with other parameters."""
@@ -280,11 +280,11 @@ def of_norm(evidence: Evidence, step: int, rank: int, held: float, true: float) 
     if not math.isfinite(held) or not true:
         return ""
     if held == 0:
-        return "the norm is 0: there was no gradient in it"
+        return "the norm is 0: it covers no gradient"
     own = dict(fits.pieces(evidence, step, "gradients_final", "gradients"))
-    shown = "this is the norm of the gradients that are shown: they are wrong, not the norm"
+    shown = "the norm is right for the reported gradients: they are wrong, not the norm"
     if step and _began_wrong(evidence, step):
-        shown = f"the norm is right for what the update of step {step - 1} left: that is wrong"
+        shown = f"the norm is right for the state after step {step - 1}: that state is wrong"
     tries = chain(
         (
             (norm, shown)
@@ -362,7 +362,7 @@ def _over_axes(
     copied = [axis for axis in ranks.mesh if ranks.hold_all(ranks.meeting(rank, ranks.but([axis])))]
     for along in ranks.choices():
         peers, rest = ranks.meeting(rank, along), ranks.but(along)
-        over, alone = _named(along), f"this is the norm of what rank {rank} holds itself"
+        over, alone = _named(along), f"this is the norm of the part that rank {rank} holds itself"
         if along and {*along} <= {*copied}:
             # n equal squares make n times the square, so sqrt(n) times the norm.
             root = math.sqrt(len(peers))

@@ -254,7 +254,7 @@ def _why(load: Load, noun: str, wrong: Wrong) -> str:
         if other != name and tensor.numel() > 1 and bitwise(tensor, now).ok:
             return f"{name!r} has the elements of {other!r}"
     odd = bitwise(now, want).error
-    return f"{odd:.0f} of {want.numel()} elements of {name!r} are others"
+    return f"{odd:.0f} of {want.numel()} elements of {name!r} differ"
 
 
 #: Of generators: digests by rank and name.
@@ -273,7 +273,7 @@ def of_draws(saved: Draws, held: Draws, before: Draws) -> str:
                 return f"{which} is that of rank {owner}"
             if before[rank].get(name) == now[name]:
                 return f"{which} was not loaded: it is as after set-up"
-            return f"{which} is in another state than when it was saved"
+            return f"{which} differs from its state at the save"
     return ""
 
 
@@ -296,7 +296,7 @@ def of_reload(base: Evidence, reloaded: Evidence, step: int) -> str:
     if any(state.problems for state in (*gradients, *slots)):
         return ""
     if not _equal(*gradients):
-        return "the gradients of the first step after the reload are others, before any update"
+        return "the gradients of the first step after the reload differ, before any update"
     # Masters are copies of parameters.
     here, there = (
         {n: t for n, t in state.first().items() if not n.endswith(".master")} for state in slots
@@ -309,7 +309,7 @@ def of_reload(base: Evidence, reloaded: Evidence, step: int) -> str:
     same = [name for name in others if name in there and torch.equal(here[name], there[name])]
     if anew and len(same) == len(others):
         was, now = next(iter(counted))
-        return f"the step counter started again: it is {now:g} after the reload, {was:g} without"
+        return f"the step counter started again: {now:g} after the reload, {was:g} without one"
     begin = (_begins_with(gradients[1], of, base.case.optimizer.betas[0]) for of in (here, there))
     if (anew or not counters) and [*begin] == [False, True]:
         return "the optimizer state was not loaded: it starts again with the gradients of this step"
@@ -319,8 +319,8 @@ def of_reload(base: Evidence, reloaded: Evidence, step: int) -> str:
     alike = here.keys() == there.keys() and all(was == now for was, now in counted)
     if alike and others and len(same) == len(others):
         return (
-            "gradients and optimizer state are the same, so the update began from other values "
-            "than were loaded (masters, or another copy of the parameters), or had another rate"
+            "gradients and optimizer state are equal, so the update started from values other "
+            "than the loaded ones (masters, or another copy of parameters), or with another rate"
         )
     return ""
 
@@ -367,5 +367,5 @@ def of_full_state(evidence: Evidence, name: str, digest: str) -> str:
     for row in evidence.tensors:
         if (row.kind, row.name, row.digest) == ("parameters", name, digest):
             when = "after setup" if row.step < 0 else f"after step {row.step}"
-            return f"it is what was held {when}"
+            return f"it is the value held {when}"
     return ""

@@ -28,7 +28,7 @@ _LEFT_OVER = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.1, "float16": 0.1}
 #: What a cause may leave over, relative to how far the ranks' own updates lie from the truth.
 _LEFT_OVER_OF_A_MEETING = 1e-6
 #: Said of an update that is right for what it began with.
-_HELD = "the update is that of the state and the gradients that are held: these are wrong"
+_HELD = "the update is right for the held state and gradients: these are wrong"
 #: Settings that optimizers often have.
 _USUAL: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "sgd": {"momentum": (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)},
@@ -267,17 +267,17 @@ def of_meeting(evidence: CoordinateEvidence, step: int) -> str:
 
     if not truth.met:
         early = is_near(mean) and not is_near(own)
-        return "ranks have met before it was time: these are means" if early else ""
+        return "ranks have met before the step that was due: these are means" if early else ""
     for number, end in enumerate(each_end):
         if all(is_near(end, flat(each)) for each in shown):
-            return f"no mean: all have those of data coordinate {number}"
+            return f"no mean was taken: all ranks have the parameters of data coordinate {number}"
     if is_near(own):
-        return "no meeting took place: this is what the rank's own update makes"
+        return "no meeting took place: this is the result of the rank's own update"
     ratio = float(have @ mean / (mean @ mean))
     if is_near(mean, want) and is_near(ratio * mean):
-        return f"{ratio:.6g} times the mean of what ranks found"
+        return f"{ratio:.6g} times the mean of the ranks' own results"
     if is_near(mean):
-        return "the mean of what ranks found, without an outer step"
+        return "the mean of the ranks' own results, without an outer step"
     met = [s for s in range(step) if evidence.truth.steps[s].met]
     before = evidence.truth.steps[met[-1]].parameters if met else evidence.truth.initial
     #     start ------ due ------> want
@@ -290,5 +290,5 @@ def of_meeting(evidence: CoordinateEvidence, step: int) -> str:
     if float((made - ratio * due).norm()) > most:
         return ""
     if ratio < 0:
-        return f"the outer step leads away from what ranks found: {ratio:.6g} times the right one"
+        return f"the outer step leads away from the ranks' results: {ratio:.6g} times the right one"
     return f"{ratio:.6g} times the outer step that was due"

@@ -114,7 +114,7 @@ def _check_names(evidence: Evidence, rules: Follows, state: Assembled, step: int
         names = [before + name for name in trained] if star else [rule.name]
         wanted += [name for name in names if name not in buffers]
     if missing := [name for name in wanted if name not in state.tensors]:
-        remedy = "return it from extra_state(), which 'follows' names it for"
+        remedy = "return it from extra_state(), as 'follows' names it"
         raise Lacking(f"{place}: no rank shows {some(missing)}: {remedy}")
     if more := [name for name in state.tensors if rules.rule_of(name) is None]:
         remedy = "add its rule to Capabilities.follows"
@@ -144,9 +144,7 @@ def _must_have_moved(
         if (found is not None and found[0].text != EQUAL) or name not in first:
             continue
         if torch.equal(first[name], tensor):
-            raise Differs(
-                f"{name!r} is after the last step what it was after setup: it never moved"
-            )
+            raise Differs(f"{name!r} never changed: after the last step it is as after setup")
         rows.append(ComparisonRow(*place, name, "all ranks", 0.0, 0.0))
 
 
@@ -169,8 +167,8 @@ def _without_power(evidence: Evidence, rules: Follows) -> Iterator[ComparisonRow
             else:
                 moved.add(rule)
     for rule in sorted(kept.keys() - moved):
-        what = f"all that the rule of {rule!r} prescribes is below the bound"
-        yield ComparisonRow(skip=f"{what}, {REPLAY_ULPS} ULP of {kept[rule]}: hold it wider")
+        what = f"every change by the rule of {rule!r} is below the bound, {REPLAY_ULPS} ULP"
+        yield ComparisonRow(skip=f"{what} of {kept[rule]}: hold it in a wider dtype")
 
 
 # ------------------------------------------------------------------------------------------ causes

@@ -130,7 +130,7 @@ def _at_family(evidence: Figures) -> Outcome:
             held = sum(classes.get(kind, 0) for classes in spaces.values() for kind in kinds)
             held_most = max(held, held_most)
             if held > limit:
-                owner, found = f"rank {record.rank}", f"{held:,} bytes held besides buffers"
+                owner, found = f"rank {record.rank}", f"{held:,} bytes held in addition to buffers"
                 of = f"{overhead:g} times those of the pieces that it shows (Capabilities.overhead)"
                 message = f"{owner}, step {step}, after_update: {found}, at most {limit:,}: {of}"
                 worst = Worst("bytes", step, "after_update", owner, held - limit, 0)

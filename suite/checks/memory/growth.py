@@ -44,13 +44,13 @@ def problem(evidence: Figures, record: RankRecord) -> str:
     least = _least_growth([*held.values()], _BYTES)
     if least and held[evidence.steps[-1]] - held[evidence.steps[0]] - shrunk >= least:
         what = f"memory grows in every step, by {least:,} bytes and more"
-        return f"{owner}: {what}: tensors of each step are kept and never let go"
+        return f"{owner}: {what}: tensors of each step are kept and never freed"
     tensors = len(evidence.workload.parameter_names) * evidence.case.world
     rounds = 1 + max((sum(record.steps[step].windows) for step in evidence.steps), default=1)
     most = _OBJECTS + _RECORDED * tensors * rounds
     if least := _least_growth([counted[step] for step in sorted(counted)], most):
         what = f"Python's small objects grow in every step, by {least:,} and more"
-        return f"{owner}: {what}: something of each step is kept and never let go"
+        return f"{owner}: {what}: objects of each step are kept and never freed"
     return ""
 
 

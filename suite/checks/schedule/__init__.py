@@ -177,7 +177,7 @@ def _wrong_run(evidence: Figures, record: RankRecord, step: int) -> str:
     events = record.events_of(step)
     finals = [n for n, *event in events if event == ["observe", "gradients_final"]]
     for late in (row for row in log if finals and row.end > finals[0]):
-        return f"{_action(late)} is not over when gradients are said to be final"
+        return f"{_action(late)} is not over when gradients are reported as final"
     return _computed_nothing(evidence, log, events)
 
 
@@ -195,7 +195,7 @@ def _wrong_order(evidence: Figures, record: RankRecord, log: Log, windows: Seque
         return "claims a schedule, but traces no computation"
     for number, (window, action) in enumerate(claimed):
         if number == len(log):
-            return f"window {window}: {action} and what comes after it is never done"
+            return f"window {window}: {action} and all actions after it are never done"
         done = _action(log[number])
         if done != action:
             name = evidence.schedules[windows[window]].name
@@ -204,7 +204,7 @@ def _wrong_order(evidence: Figures, record: RankRecord, log: Log, windows: Seque
         if log[number].window != window:
             return f"window {window}: {action} was done before, in window {log[number].window}"
     if len(log) > len(claimed):
-        return f"does {_action(log[len(claimed)])} after all that the schedule has"
+        return f"does {_action(log[len(claimed)])} after the last action of the schedule"
     return ""
 
 

@@ -99,7 +99,7 @@ def kept_too_long(messages: Sequence[Message], log: Sequence[Done], over: int) -
         counts = f"boundary tensors alive {when}: {held}, needed: {needed}"
         # Of others that were let go early the counts would hide this one.
         counts = counts if held > needed else f"a boundary tensor is alive {when}"
-        return f"{counts}; {tensor}, was not let go after its last use"
+        return f"{counts}; {tensor}, was not freed after its last use"
     return ""
 
 
@@ -177,7 +177,7 @@ def _slower(played: Schedule, plan: Schedule) -> str:
         try:
             found = bubbles(played, setting, waits=True)
         except ScheduleDeadlock as error:
-            return f"as logged it could not end: {error}"
+            return f"the logged order deadlocks: {error}"
         wanted = bubbles(plan, setting)
         for kind in Bubbles._fields:
             bubble, least = getattr(found, kind), getattr(wanted, kind)
@@ -198,4 +198,4 @@ def _early(played: Schedule) -> str:
             kinds = ("F",) if op == "RF" else ("B", "BW")
             if behind is not None and (behind.op not in kinds or behind[1:] != (stage, micro)):
                 return f": rank {rank} waits for {Action(op, stage, micro)} before {behind}"
-    return ": a message is sent later than what it carries was computed"
+    return ": a message is sent later than its contents were computed"
