@@ -89,7 +89,7 @@ def why_not_writable(path: Path) -> str:
         if target.is_dir():
             return os.strerror(errno.EISDIR)
         if target.is_fifo():
-            return "is a pipe, and whoever is to read it may never come"
+            return "is a pipe: its reader may never come"
         if not target.exists() or target.is_file():
             place = next(parent for parent in target.parents if parent.exists())
             tempfile.TemporaryFile(dir=place).close()

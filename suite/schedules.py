@@ -359,7 +359,7 @@ def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
     if schedule.place[stage] != rank:
         return f"rank {rank} does {action}, but stage {stage} is on rank {schedule.place[stage]}"
     if op in MESSAGES:
-        return f"rank {rank} does {action}, a message that nobody needs"
+        return f"rank {rank} does {action}, a message that no rank needs"
     return f"rank {rank} does {action} besides BW{micro}@{stage}"
 
 

@@ -17,7 +17,7 @@ from shardproof.bench.subjects import LOSS_TOLERANCE, RankTimes
 
 #: Part of stored evidence.  Why times of sides whose losses are not known have no verdict.
 UNKNOWN = (
-    "the first launch was stopped before its ranks told their losses: whether the sides train the "
+    "the first launch was stopped before ranks reported losses: whether the sides train the "
     "same is not known"
 )
 

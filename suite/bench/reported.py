@@ -165,12 +165,12 @@ def limits(run: Run) -> Iterator[Limit]:
         word, why = line.verdict, line.reason
         beside = family[line.id].verdict if line.id in family else word
         if looks.head(beside) in summary.OPEN and beside != word:
-            word, why = beside, f"{word} alone, not beside {len(family)} comparisons (Holm)"
+            word, why = beside, f"{word} alone, not with {len(family)} comparisons (Holm)"
         if looks.head(word) in (*summary.OPEN, "oversubscribed"):
             rows.append((line.id, word, why))
     yield Limit(
         "Times that decide nothing",
-        "Comparisons and efficiencies that were not measured, or whose interval leaves it open.",
+        "Comparisons and efficiencies that were not measured, or whose interval is too wide.",
         ("timing", "verdict", "reason"),
         tuple(rows[:MOST]),
         rest=len(rows[MOST:]),

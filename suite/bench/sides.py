@@ -200,7 +200,7 @@ class WorkloadModel(Model):
     size: str = Field("", description="a preset of the workload's parameters, e.g. 20m")
     seed: int = Field(0, ge=0, lt=2**31)
     micro_batches: int = Field(1, ge=1, le=64, description="per data coordinate")
-    params: Options = Field(default_factory=dict, description="knobs of the workload")
+    params: Options = Field(default_factory=dict, description="parameters of the workload")
 
     def spec(self, global_batch: int, micro_batches: int | None = None) -> WorkloadSpec:
         """The workload with a batch.
@@ -232,7 +232,7 @@ class SpeedScenario(TimedScenario):
     workload: BatchModel = Field(description="model, data and batch shape")
     backend: str = Field(USUAL_PROCESSES, description="communication backend")
     world: int = Field(2, ge=1, le=1024, description="number of ranks")
-    goal: float | None = Field(None, gt=0, description="upper end of A over B, at most")
+    goal: float | None = Field(None, gt=0, description="highest allowed upper end of A over B")
     pairs: list[PairModel] = Field(min_length=1, description="comparisons")
 
 

@@ -127,9 +127,9 @@ def _memory(memory: Memory | NoFigures | None) -> str:
 
 #: What the times of a checkpoint are of.
 _ACTIONS = {
-    "save": "a save until it is committed",
+    "save": "time until a save is committed",
     "load": "a load",
-    "stall": "what a save keeps training from",
+    "stall": "time that a save stops training",
 }
 
 

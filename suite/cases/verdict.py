@@ -160,12 +160,12 @@ def _after_fault(case: Case, account: Account, end: Outcome) -> tuple[str, str, 
     if "checkpoint" not in case.checks:
         return end.status, end.message, [end]
     if account.figures is None:
-        what = "nothing was loaded: the run that saves nothing did not end well either"
+        what = "nothing was loaded: the run without saves did not end well either"
         loaded = Outcome("checkpoint", "undecidable", what)
     else:
         loaded = _run_check("checkpoint", account.figures)
     if loaded.status == "pass":
-        message = f"{end.message}; the last checkpoint that was committed loads"
+        message = f"{end.message}; the last committed checkpoint loads"
         return end.status, message, [end, loaded]
     return loaded.status, f"checkpoint: {loaded.message} [{end.message}]", [end, loaded]
 
@@ -315,7 +315,7 @@ def _apply_xfail(
     if case.xfail is not None:
         if verdict in ("fail", "crash", "hang", "refused"):
             if unsaid := [words for words in case.xfail_says if words not in reason]:
-                reason = f"expected was a failure that says {unsaid[0]!r}: {reason}"
+                reason = f"expected a failure that contains {unsaid[0]!r}: {reason}"
             else:
                 verdict, reason = "xfail", f"{case.xfail} [{reason}]"
         elif verdict in ("pass", WORKING_PRECISION_ONLY):

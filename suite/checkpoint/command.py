@@ -16,12 +16,12 @@ from shardproof.commands.console import echo
 checkpoints = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="""Look into checkpoints of reference strategies: docs/checkpoints.md.
+    help="""Inspect checkpoints of reference strategies: docs/checkpoints.md.
 
     \b
     shardproof checkpoint inspect PATH          what is in it, and which system saved it
-    shardproof checkpoint verify PATH           is every byte as it was written?
-    shardproof checkpoint diff PATH OTHER       how do two differ?
+    shardproof checkpoint verify PATH           check every byte against its checksum
+    shardproof checkpoint diff PATH OTHER       differences between two checkpoints
     shardproof checkpoint convert PATH FOLDER --to full
 
     PATH is a checkpoint, or the folder of several: the newest of them.
@@ -55,7 +55,7 @@ def inspect(
         make_console().print(contents.tensors(checkpoint) if names else contents.kinds(checkpoint))
 
 
-@checkpoints.command(short_help="Read all of a checkpoint; is every byte as written?")
+@checkpoints.command(short_help="Read a whole checkpoint and check every byte.")
 def verify(path: PathArgument) -> None:
     """Read every byte and compare it with the checksums; then give a SHA-256 of the contents.
 
@@ -83,7 +83,7 @@ def verify(path: PathArgument) -> None:
 @checkpoints.command(short_help="Say how two checkpoints differ.")
 def diff(
     path: PathArgument,
-    other: Annotated[Path, typer.Argument(metavar="OTHER", help="what it is compared with")],
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="the checkpoint to compare with")],
 ) -> None:
     """Compare two checkpoints bit for bit, tensor by tensor, whatever their formats and layouts.
 
@@ -113,11 +113,11 @@ def diff(
 def convert(
     path: PathArgument,
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="the folder that the new one goes into")
+        Path, typer.Argument(metavar="FOLDER", help="the folder for the new checkpoint")
     ],
     to: Annotated[Literal["full", "sharded", "dcp"], typer.Option("--to", help="the format")],
     ranks: Annotated[
-        int, typer.Option("--ranks", metavar="N", min=1, max=16384, help="files of sharded")
+        int, typer.Option("--ranks", metavar="N", min=1, max=16384, help="files if sharded")
     ] = 1,
 ) -> None:
     """Write a checkpoint in another format, verified on the way; the old one stays.

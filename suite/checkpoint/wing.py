@@ -14,7 +14,7 @@ class Checkpoints(Wing):
     """Checkpoints as files; no case is judged by them."""
 
     examples = (
-        "shardproof checkpoint verify PATH                          is a checkpoint whole?",
+        "shardproof checkpoint verify PATH                          check a checkpoint's bytes",
     )
 
     def add_commands(self, app: typer.Typer) -> None:

@@ -85,7 +85,7 @@ def run(
         if wanted.results is None:
             raise SelectionError(Problem("no run to resume", "name it with --results", "--resume"))
         if fault:
-            what = "a resumed run has its cases already"
+            what = "a resumed run keeps its cases"
             raise SelectionError(Problem(what, "leave one of the two out", "--fault with --resume"))
         needs = head.needs_of((), given["backend"], wanted)
         wanted = replace(wanted, all_packages=True)
@@ -108,7 +108,7 @@ def _chosen(
 
     cut_by = "--shard" if given["shard"] else "--budget" if given["budget"] else ""
     if fault and cut_by:
-        what = f"{cut_by} may leave out the case that is to be struck"
+        what = f"{cut_by} may leave out the case of the fault"
         raise SelectionError(Problem(what, "choose cases by -k instead", f"--fault with {cut_by}"))
     needs = head.needs_of(given["scenarios"], given["backend"], wanted)
     cases: list[Case] = []
@@ -180,9 +180,9 @@ for wing in wings():
 
 @clusters.command("build")
 def build(
-    force: Annotated[bool, typer.Option("--force", help="also those that are not old")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also images that are up to date")] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="also those with DeepSpeed and MPI")
+        bool, typer.Option("--all", help="also images with DeepSpeed and MPI")
     ] = False,
 ) -> None:
     """Build the images if they are missing or old.

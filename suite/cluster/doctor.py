@@ -40,7 +40,7 @@ def examine() -> Iterator[Finding]:
     try:
         client = engine.client()
     except engine.NoCluster as error:
-        yield Finding("container engine", "bad", str(error), "start it, then ask again")
+        yield Finding("container engine", "bad", str(error), "start it, then run this again")
     else:
         with contextlib.closing(client):
             yield from of_engine(client.info(), client.version())
@@ -109,14 +109,14 @@ def weather(ask: Ask, is_root: bool) -> Iterator[Finding]:
         yield Finding("tc", "note", "not installed", "install iproute2 to try what the kernel has")
         return
     if not is_root:
-        yield Finding("tc", "note", "not tried", "ask as root: it takes a network of its own")
+        yield Finding("tc", "note", "not tried", "run as root: the test makes a network of its own")
         return
     for name, words in _QDISCS.items():
         code, said = ask(
             "unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", name, *words
         )
         reason = said.splitlines()[-1] if said else f"exit code {code}"
-        remedy = f"load the kernel's module sch_{name}, if it has one"
+        remedy = f"load the kernel module sch_{name}, if there is one"
         yield _has(f"tc {name}", None if code else "the kernel has it", reason, remedy)
 
 

@@ -58,7 +58,7 @@ class Plan:
             wrong = error.errors()[0]["loc"][0]
         word = next(word for word, (name, _) in given.items() if name == wrong)
         remedy = f"write KIND,node=N,case=N,step=N,phase={'|'.join(_PHASES)},seconds=S"
-        raise _problem(f"{word!r} says nothing of a fault", remedy, text)
+        raise _problem(f"{word!r} is not part of a fault", remedy, text)
 
     def applied(
         self, cases: Sequence[Case], nodes: int, ranks_per_node: int, text: str = ""
@@ -77,7 +77,7 @@ class Plan:
             raise _problem(what, f"valid: case=1 to {len(there)}" if there else "others", text)
         struck = there[self.case - 1]
         if not struck.steps:
-            what = f"{struck.id} trains nothing, and has no step"
+            what = f"{struck.id} trains nothing and has no steps"
             raise _problem(what, "choose another case=", text)
         if self.step >= struck.steps:
             what = f"{struck.id} has {struck.steps} steps, from 0"

@@ -207,7 +207,7 @@ def readable(paths: Iterable[Path]) -> list[Path]:
         of_group = os.geteuid() != 0 and about.st_gid == os.getegid()
         allowed = about.st_mode | (about.st_mode >> 3 if of_group else 0)
         if allowed & needed != needed:
-            what = f"ranks in containers run as user {rank_user()}, who cannot read this {kind}"
+            what = f"ranks in containers run as user {rank_user()} and cannot read this {kind}"
             remedy = f"`chmod {'g' if of_group else 'o'}+{mode}` it"
             raise SelectionError(Problem(what, remedy, file=str(path)))
     return found

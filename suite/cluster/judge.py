@@ -90,7 +90,7 @@ def _judge_all(
                 del waiting[case.id]
                 if judged is None:
                     left += 1
-                    run.leave_out(case, "the ranks ended before they came to it")
+                    run.leave_out(case, "the ranks ended before this case")
                     print(f"{'left out':<10} {case.id}", flush=True)
                     continue
                 account, result = judged
@@ -129,7 +129,7 @@ def after(command: Sequence[str], records: Path, node: int) -> int | None:
         print(f"the ranks ended with code {code} before any case: no verdict", file=sys.stderr)
         return code or verdicts.BROKEN
     if code:
-        print(f"the ranks ended with code {code}: what they left is judged", file=sys.stderr)
+        print(f"the ranks ended with code {code}: their records are judged", file=sys.stderr)
     return verdicts.HELD if node else None
 
 
@@ -167,9 +167,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     where = "folder of the rank program (default, with COMMAND: RESULTS/records)"
     parser.add_argument("records", nargs="?", type=Path, metavar="RECORDS", help=where)
-    where = "run folder of the verdicts (default: a new one beside RECORDS)"
+    where = "run folder of the verdicts (default: a new one next to RECORDS)"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=where)
-    parser.add_argument("--prune", action="store_true", help="drop tensors of cases that held")
+    parser.add_argument("--prune", action="store_true", help="drop tensors of passed cases")
     parser.add_argument("--node", type=int, default=0, help="number of this node; 0 judges")
     return parser
 

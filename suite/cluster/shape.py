@@ -29,7 +29,7 @@ def memory(text: str) -> int:
     size = int(found[1]) << _UNITS.get(found[2], 0) if found else 0
     if size < _LEAST_MEMORY:
         least = f"{_LEAST_MEMORY >> 20}m"
-        raise typer.BadParameter(f"{text!r} is no size of {least} or more, such as 2g")
+        raise typer.BadParameter(f"{text!r} is not a size of at least {least}, such as 2g")
     if size > (has := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
         raise typer.BadParameter(f"{text!r} is more than the {has >> 20}m of this machine")
     return size
@@ -38,7 +38,7 @@ def memory(text: str) -> int:
 def cores(text: str) -> float:
     """Of ``2`` or ``0.5``."""
     if not re.fullmatch(r"\d{1,6}(\.\d{1,9})?", text) or float(text) < _LEAST_CORES:
-        raise typer.BadParameter(f"{text!r} is no number of {_LEAST_CORES} cores or more")
+        raise typer.BadParameter(f"{text!r} is not a number of at least {_LEAST_CORES} cores")
     if float(text) > (has := os.cpu_count() or 1):
         raise typer.BadParameter(f"{text!r} is more than the {has} cores of this machine")
     return float(text)
@@ -60,7 +60,7 @@ def slow_node(text: str) -> tuple[int, Caps]:
 
     found = re.fullmatch(r"(\d{1,2}):(cpus|bandwidth)=(\S+)", text)
     if found is None:
-        raise typer.BadParameter(f"{text!r} is none of N:cpus=C and N:bandwidth=RATE")
+        raise typer.BadParameter(f"{text!r} is neither N:cpus=C nor N:bandwidth=RATE")
     node, name, value = int(found[1]), found[2], found[3]
     if name == "bandwidth":
         if not (rate := bandwidth(value)):
@@ -71,7 +71,7 @@ def slow_node(text: str) -> tuple[int, Caps]:
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="WORD", help="what the same command takes on one machine"),
+    typer.Argument(metavar="WORD", help="the arguments of the same command on one machine"),
 ]
 
 
@@ -105,7 +105,7 @@ class Shape:
             "--bandwidth",
             metavar="RATE",
             parser=bandwidth,
-            help="that each node sends with, such as 100mbit",
+            help="rate at which each node sends, such as 100mbit",
         ),
     ] = None
     delay_ms: Annotated[
@@ -115,7 +115,7 @@ class Shape:
             metavar="MS",
             min=1,
             max=10_000,
-            help="milliseconds that a message to another node takes more",
+            help="extra milliseconds for a message to another node",
         ),
     ] = None
     slow: Annotated[
@@ -124,11 +124,11 @@ class Shape:
             "--slow-node",
             metavar="N:CAP",
             parser=slow_node,
-            help="what one node has instead: 1:cpus=0.5, or 1:bandwidth=10mbit",
+            help="slow node: 1:cpus=0.5, or 1:bandwidth=10mbit",
         ),
     ] = None
     all_packages: Annotated[
-        bool, typer.Option("--all-packages", help="DeepSpeed and MPI, also if nothing names them")
+        bool, typer.Option("--all-packages", help="DeepSpeed and MPI, even if no case needs them")
     ] = False
     results: options.Results = None
     keep: Annotated[
@@ -151,7 +151,7 @@ class Shape:
 
         for flag, value in (("--bandwidth", self.bits_per_second), ("--delay", self.delay_ms)):
             if value is not None and self.nodes == 1:
-                what = "nothing is sent between nodes of a cluster of one"
+                what = "a cluster of one node sends nothing between nodes"
                 raise SelectionError(Problem(what, "choose --nodes 2, or leave it out", flag))
         delay = None if self.delay_ms is None else self.delay_ms / 1e3
         return Caps(self.cpus, self.memory_bytes, self.bits_per_second or None, delay)

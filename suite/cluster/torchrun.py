@@ -218,9 +218,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tier", choices=("quick", "full"), default="quick")
     parser.add_argument("-k", dest="expression", default="", metavar="EXPR")
     parser.add_argument("--impl", action="append", default=[], metavar="PATTERN")
-    parser.add_argument("--no-judge", action="store_true", help="leave the records as they are")
-    parser.add_argument("--prune", action="store_true", help="drop tensors of cases that held")
-    where = "run folder of the verdicts (default: a new one beside RECORDS)"
+    parser.add_argument("--no-judge", action="store_true", help="write no verdicts, only records")
+    parser.add_argument("--prune", action="store_true", help="drop tensors of passed cases")
+    where = "run folder of the verdicts (default: a new one next to RECORDS)"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=where)
     return parser
 

@@ -36,11 +36,9 @@ class ShownOptions:
     by: By | None = option(
         None, "--by", help="rows by strategy or backend; hardware: a column a machine"
     )
-    only_changed: bool = option(
-        False, "--only-changed", help="leave out what is equal or undecided"
-    )
-    save: Path | None = output_option("--save", "write the runs as one baseline, and no more")
-    force: bool = option(False, "--force", help="--save replaces FILE if it is there")
+    only_changed: bool = option(False, "--only-changed", help="hide equal and undecided rows")
+    save: Path | None = output_option("--save", "write the runs as one baseline")
+    force: bool = option(False, "--force", help="let --save replace an existing FILE")
     into: Path | None = output_option("--into", "put the Markdown between FILE's results markers")
 
     def check(self) -> None:
@@ -164,13 +162,13 @@ def gate(
         str, typer.Option("--against", metavar="BASELINE", help="baseline, run folder, or id")
     ],
     policy: Path | None = option(
-        None, "--policy", metavar="FILE", help="what breaks (default: see below)"
+        None, "--policy", metavar="FILE", help="what breaks the gate (default: see below)"
     ),
     outputs: Outputs,
     verify: bool = option(
         False, "--verify", help="judge the run again from its records, as `verify` does"
     ),
-    on: str | None = option(None, "--on", metavar="DATE", help="judge as on that day, YYYY-MM-DD"),
+    on: str | None = option(None, "--on", metavar="DATE", help="judge as of that day, YYYY-MM-DD"),
 ) -> None:
     """Check a run against a baseline; a policy file says what breaks the gate.
 
@@ -204,7 +202,7 @@ def gate(
     before, old_doubts = _evidence(against, again=False)
     after, doubts = _evidence(run, again=verify)
     if doubts is None:
-        what = "is a baseline, which has no evidence to judge"
+        what = "is a baseline: it holds no evidence to judge"
         raise SelectionError(Problem(what, "name a run folder, an id or a bundle", file=run))
     policies.check(policy_file, before, after, max(today, _day(None)))
     named = [(before.name, text) for text in old_doubts or ()]

@@ -86,8 +86,8 @@ def run_and_exit(
         digests = code.of(sources)
         if digests and (stale := folder.tell_code(digests, kept)):
             names = some(sorted({result.case.implementation for result in stale}), 3)
-            what = f"{number(len(stale), 'verdict')} kept of other code: {names} changed since"
-            echo(f"{what}; without --resume and --rerun-failed all cases run again", err=True)
+            what = f"{number(len(stale), 'verdict')} predate a change of {names} and were kept"
+            echo(f"{what}; run without --resume and --rerun-failed to judge all again", err=True)
         budget, judge = session.budget, elsewhere.judge if elsewhere else None
         execution = Execution(
             folder, schedule, jobs, durations, budget, kept, nodes, judge, how, is_kept
@@ -101,7 +101,7 @@ def _on_nodes(cases: Sequence[Case], nodes: Nodes | None) -> list[Case]:
         return without_node_faults(cases)
     room = nodes.with_room(cases)
     if less := len(cases) - len(room):
-        echo(f"{nodes}: {number(less, 'case')} of more ranks left aside", err=True)
+        echo(f"{nodes}: {number(less, 'case')} skipped: they need more ranks", err=True)
     return nodes.with_faults(room)
 
 
@@ -115,7 +115,7 @@ def _fitting(cases: Sequence[Case], declared: Mapping[str, Sequence[str]]) -> li
         own = [case for case in chosen if case.implementation == name]
         odd = {case.id for case in own if axes and not set(case.mesh) <= set(axes)}
         if len(odd) == len(own):
-            remedy = "choose cells of such a mesh by -k, or a scenario"
+            remedy = "choose cells of such a mesh by -k, or another scenario"
             raise SelectionError(Problem(f"no cell has the axes {', '.join(axes)}", remedy, name))
         if odd:
             fitting = f"{len(own) - len(odd)} of {len(own)} cells"
@@ -176,7 +176,7 @@ class Execution:
         folder, left_out = self.folder, self.schedule.left_out
         folder.plan(self.schedule.chosen + left_out)
         budget = "" if self.budget is None else f"budget of {self.budget:g} minutes"
-        no_room = budget and f"no room in a {budget}"
+        no_room = budget and f"no time in a {budget}"
         for case in left_out:
             folder.leave_out(case, no_room)
         late = self._run(interrupts, self.schedule)
@@ -191,7 +191,7 @@ class Execution:
         why = f"the {budget} was used up"
         if late and self._failed_fast():
             why = f"stopped after {number(self.how.most_failures or 0, 'failure')}"
-            self._say(f"{why}: {number(len(late), 'case')} left out; to run them: {self._resume}")
+            self._say(f"{why}: {number(len(late), 'case')} not run; run them with: {self._resume}")
         for case in late:
             folder.leave_out(case, why)
         reasons = {case.id: no_room for case in left_out} | {case.id: why for case in late}
@@ -236,7 +236,7 @@ class Execution:
         report.show_broken(results, self.console.print)
         lines = [] if quiet else [*report.skips(results, rows)]
         if stay and not quiet:
-            lines.append(f"not run again, earlier results stay ({len(stay)}): {why}")
+            lines.append(f"not run again, earlier results kept ({len(stay)}): {why}")
         if not quiet:
             unknown = {k: v for k, v in left_out.items() if k not in known}
             lines += report.left_out(unknown, rows)
@@ -262,7 +262,7 @@ class Execution:
         planned = len(self.schedule.left_out) + len(self.schedule.chosen)
         report.show_broken(results, self.console.print)
         told = verdicts.summary(verdicts.count(results), planned - len(self.new))
-        return f"stopped: {told}; to run the rest: {self._resume}"
+        return f"stopped: {told}; run the rest with: {self._resume}"
 
     def _finish(self) -> None:
         self.durations.save()

@@ -150,7 +150,7 @@ def main(command: typer.Typer = app) -> None:
         if error.errno == errno.EPIPE:
             sys.exit(verdicts.HELD)
         where = str(error.filename or "standard output")
-        remedy = "make room there, or name another place"
+        remedy = "free space there, or name another place"
         with suppress(OSError):  # there is no room on standard error either
             echo(str(Problem(str(error.strerror), remedy, file=where)), err=True)
         sys.exit(verdicts.BAD_INPUT)

@@ -25,16 +25,16 @@ class HowPlanted(options.Output):
         None, "--impl", metavar="P", help="glob on faults or their parents"
     )
     tier: options.TierName = option(
-        "full", "--tier", help="quick: what the budget leaves out is no failure"
+        "full", "--tier", help="quick: faults that the budget leaves out do not fail"
     )
     depth: Literal["family"] | None = option(
-        None, "--depth", help="hold parents to no more, and count any failing check"
+        None, "--depth", help="family: judge parents at this depth, count any failing check"
     )
     campaign: int | None = option(
         None, "--campaign", metavar="N", min=1, max=1000, help="in up to N random cases instead"
     )
     seed: int | None = option(
-        None, "--seed", metavar="S", min=0, help="with --campaign: other cases, another order [0]"
+        None, "--seed", metavar="S", min=0, help="with --campaign: seed of cases and order [0]"
     )
 
 
@@ -64,7 +64,7 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
 
     part, is_quick = session.part, how.tier == "quick"
     if how.campaign is None and how.seed is not None:
-        remedy = "leave it out: planted faults have cases of their own"
+        remedy = "leave it out: planted faults have fixed cases"
         raise SelectionError(Problem("--seed belongs to --campaign", remedy, str(how.seed)))
     chosen = choose_mutants(how.impl or ["*"])
     if how.campaign is not None:

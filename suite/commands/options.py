@@ -119,7 +119,9 @@ Impl = Annotated[
 ]
 BackendOption = Annotated[
     list[str] | None,
-    typer.Option("--backend", metavar="B", help="of `list backends`; most take over others' cells"),
+    typer.Option(
+        "--backend", metavar="B", help="see `list backends`; most run the cells of others"
+    ),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]
 Expression = Annotated[
@@ -129,7 +131,7 @@ Expression = Annotated[
 Tier = Annotated[TierName, typer.Option("--tier", help="the quick subset, or all cases")]
 Seed = Annotated[
     int | None,
-    typer.Option("--seed", metavar="S", min=0, max=2**31 - 1, help="another seed of workloads"),
+    typer.Option("--seed", metavar="S", min=0, max=2**31 - 1, help="seed of workloads"),
 ]
 Campaign = Annotated[
     int | None,
@@ -137,7 +139,7 @@ Campaign = Annotated[
 ]
 Budget = Annotated[
     float | None,
-    typer.Option("--budget", metavar="MIN", min=0.01, help="minutes; names what does not fit"),
+    typer.Option("--budget", metavar="MIN", min=0.01, help="minutes; lists cases that do not fit"),
 ]
 
 Jobs = Annotated[
@@ -288,9 +290,7 @@ class Output:
         False, "--verbose", "-v", help="print every row, not one for each system"
     )
     quiet: bool = option(False, "--quiet", "-q", help="print only failures and one closing line")
-    no_progress: bool = option(
-        False, "--no-progress", help="print no bar and no lines while it runs"
-    )
+    no_progress: bool = option(False, "--no-progress", help="print no progress")
 
     @property
     def rows(self) -> bool:

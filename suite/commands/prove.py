@@ -356,7 +356,7 @@ def _trained_by(
     path = isinstance(optimizer, str) and ":" in optimizer
     if isinstance(optimizer, OptimizerSpec | str) and not path:
         if settings is not None:
-            remedy = "give it with a function of your own; optimizer='adamw' says all by itself"
+            remedy = "use it with a function of your own; optimizer='adamw' needs no settings"
             raise SelectionError(Problem("settings= belongs to optimizer=", remedy))
         return optimizer
     _is_ones_own(optimizer, implementation)
@@ -506,13 +506,13 @@ def _is_ones_own(optimizer: Any, implementation: Any) -> None:
     name = by_name.get(kind.__name__, "optimizer='sgd' or 'adamw'")
     takes = "groups, **settings.arguments" if kind.__name__ in by_name else "groups, ..."
     spec = "an OptimizerSpec of shardproof.contract"
-    what = "optimizer=: a function of your own is judged, that makes the optimizer"
+    what = "optimizer=: expected a function that makes the optimizer"
     mine = (
         f"write def mine(groups, settings): return {kind.__name__}({takes}) and give optimizer=mine"
     )
-    remedy = f"{mine}; what an implementation is trained with: {name}"
+    remedy = f"{mine}; to choose an implementation's optimizer: {name}"
     if implementation is not None:
-        what = "optimizer=: what an implementation is trained with is given by its name"
+        what = "optimizer=: an implementation's optimizer is given as a name"
         remedy = f"{name}, or {spec}; an optimizer of your own is judged without an implementation"
     elif not of_torch:
         return

@@ -31,14 +31,14 @@ class Others:
         None, "--case", metavar="ID", help="one random case, by its whole id"
     )
     resume: bool = option(
-        False, "--resume", help="run what is left of the run of --results (default: the newest)"
+        False, "--resume", help="continue the run of --results (default: the newest)"
     )
     rerun_failed: bool = option(
         *(False, "--rerun-failed", "--last-failed", "--lf"),
         help="run the failed cases of that run again",
     )
     depth: Literal["family", "layout"] | None = option(
-        None, "--depth", help="hold systems to their family, or to its layout byte for byte"
+        None, "--depth", help="judge costs by bounds (family) or byte for byte (layout)"
     )
 
     @property
@@ -110,7 +110,7 @@ def _require_fitting(
     """:raises SelectionError: options that exclude each other; some are ``of_new_runs`` only."""
     if others.again:
         given = {"--like": filters.like, **of_new_runs}
-        what = "that run keeps the cases that it had planned"
+        what = "that run keeps its planned cases"
         if clash := next((name for name in sorted(given) if given[name]), ""):
             problem = Problem(f"{clash} is for new runs", f"leave it out: {what}", given[clash])
             raise SelectionError(problem)
@@ -171,7 +171,7 @@ def _require_backends(cases: Sequence[Case], asked: Sequence[str]) -> None:
         if not worlds or BACKENDS[name].skips_if_missing:
             continue
         reason = BACKENDS[name].available(max(worlds))
-        remedy = "`shardproof doctor` tells what it finds; or leave --backend out"
+        remedy = "run `shardproof doctor` for details, or leave --backend out"
         if not reason and BACKENDS[name].mpirun and Nodes.here() is None:
             reason = mpirun.problem(max(worlds))
             remedy = f"allow it {max(worlds)} ranks on this machine, or choose --world below"

@@ -88,7 +88,7 @@ def _require_taken(cases: Sequence[Case]) -> None:
         items = [(name, [*own.values()], preflight.SECONDS) for name, own in asked.items()]
         with closing(pool.run(refusals, items)) as ends:
             for end in ends:
-                ended = f"{end.key} was asked for its options: {preflight.ending(end)}"
+                ended = f"asking {end.key} for its options failed: {preflight.ending(end)}"
                 for case, why in zip_longest(end.payload, end.value or [ended]):
                     if why:
                         file, _, line = case.source.rpartition(":")

@@ -64,7 +64,7 @@ class Verified:
         told = [f"verified: {', '.join(judged)} judged again", f"{self.left_out} left out"]
         told += [f"{n} {kind.noun}s read" for kind, n in self.others.items() if not kind.is_judged]
         if self.broken:
-            told[-1] += f"; {self.broken} of {self.cases} cases failed, and the evidence says so"
+            told[-1] += f"; {self.broken} of {self.cases} cases failed, as its evidence shows"
         if self.flaky:
             told[-1] += f"; {self.flaky} of {self.cases} cases are flaky: they failed before"
         return ", ".join(told) + (f". {self.unread}" if self.unread else "")
@@ -84,7 +84,7 @@ def verify(path: Path) -> Verified:
             problems.append(problem)
     except DAMAGE as error:
         where = f"{path / 'cases.jsonl'}"
-        problems.append(f"{where}: not what this suite writes: {type(error).__name__} {error}")
+        problems.append(f"{where}: no line of this suite: {type(error).__name__} {error}")
     judged = [kill for kill in run.kills if not kill.left_out]
     left_out = len(run.left_out) + len(run.kills) - len(judged)
     others = {kind: len(lines) for kind, lines in run.known(judged_only=False).items()}
@@ -166,7 +166,7 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
         yield f"{path / name}: is the record of {judged.id}, not of {result.id}"
         return
     if (result.data or "") != account.data_digest:
-        yield f"{path / name}: {result.id}: cases.jsonl names another data set"
+        yield f"{path / name}: {result.id}: cases.jsonl names a different data set"
     # What only calls tells its events by records that are not kept.
     for key in (*_JUDGED, *(["seen"] if account.case.steps else [])):
         if again.get(key) != line.get(key):
@@ -189,7 +189,7 @@ def _unknown_strategy(account: Account) -> str:
 
 def _unknown(what: str, name: str, group: str) -> str:
     remedy = f"install the package that registers it in {group!r}, and verify again"
-    return f"{what} {name!r} is not known here: {remedy}"
+    return f"unknown {what} {name!r}: {remedy}"
 
 
 def _killed_again(kill: Kill, results: list[CaseResult]) -> Iterator[str]:

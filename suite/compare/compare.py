@@ -180,9 +180,9 @@ def apart(old: Entry, new: Entry) -> str:
     if release(old.version) != release(new.version):
         return f"torch {old.version.torch}, now {new.version.torch}"
     if old.cell != new.cell:
-        return f"another case of the same id: {exact_figures.first_difference(old.cell, new.cell)}"
+        return f"a different case of this id: {exact_figures.first_difference(old.cell, new.cell)}"
     if old.data and new.data and old.data != new.data:
-        return "another data set: their digests differ"
+        return "different data sets, by their digests"
     return ""
 
 
@@ -263,7 +263,7 @@ def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Itera
         for key, what in (("scenarios", "planned cases"), ("data", "data sets")):
             one, other = ({str(keys.get(key)) for keys in s.keys} for s in (before, after))
             if not one & other:
-                yield f"the runs had other {what}: what both have is compared case by case"
+                yield f"the runs had different {what}: the cases of both are compared"
     # A narrow run lacks what its cases do not measure: only what both ran can lose a figure.
     known, seen = (
         {name for pair in pairs if pair.decided for name in getattr(pair, side).figures}

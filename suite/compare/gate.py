@@ -134,7 +134,7 @@ class Gate:
             "not comparable": len(comparison.apart),
         }
         told = ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "passed")
-        share = f"{self.share:.0%} decided of what the baseline decided"
+        share = f"{self.share:.0%} of the baseline's decided results are decided"
         if self.decided and not self.due:
             share = "the baseline decided none of them"
         return (
@@ -370,7 +370,7 @@ class _Judge:
         missing = [n for n in self.comparison.missing if fnmatchcase(n, entry.cases)]
         if count := sum(map(self._in_scope, missing)):
             what = f"matches only missing results ({count}), which it does not excuse"
-            return f"{when}{what}: say in cases.scope what a run has to have"
+            return f"{when}{what}: state in cases.scope what a run must contain"
         if any(fnmatchcase(FAULTS + name, entry.cases) for name in self.after.kills):
             return f"{when}matches only planted faults, which it does not excuse: cases.faults does"
         return ""

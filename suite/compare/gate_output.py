@@ -22,7 +22,7 @@ _OF_VERDICTS = ("verdict", "expired")
 _OF_ABSENCE = ("missing", "left out", "new")
 #: Of more results that are missing their share is told.
 SINGLE_LINES = 5
-NARROW = "a run of a part of the baseline: cases.scope in the policy says what it has to have"
+NARROW = "the run covers a part of the baseline: set cases.scope in the policy to that part"
 
 
 def lines(gate: Gate) -> Iterator[str]:
@@ -68,7 +68,7 @@ def summary(gate: Gate) -> str:
         parts += [table.markdown(), *(f"{note}\n" for note in table.notes)]
     commands = [block.first.rerun for first, block in groups if first.state == "breaks"]
     if shown := [command for command in commands if command][:SUMMARY_COMMANDS]:
-        parts += ["The simplest case of what breaks runs again by:\n", *fenced(shown), ""]
+        parts += ["Repeat the simplest failing case with:\n", *fenced(shown), ""]
     for part in (
         tables.runs([comparison.before, comparison.after]),
         tables.groups(comparison, "", only_changed=True),

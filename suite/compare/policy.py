@@ -68,7 +68,7 @@ Pattern = Annotated[str, Field(min_length=1)]
 
 def _narrow(value: str) -> str:
     if not re.search(r"\w{3}", _BRACKETS.sub("*", value)):
-        raise ValueError("names no case: an expected failure says what it is about")
+        raise ValueError("names no case: an expected failure must name its cases")
     return value
 
 
@@ -120,15 +120,15 @@ class Cases(Model):
     """What is only in one run, or cannot be compared."""
 
     missing: Level = Field("break", description="cases, faults, ratios that the run lacks")
-    left_out: Level = Field("report", description="the run's budget had no room for it")
+    left_out: Level = Field("report", description="left out by the run's budget")
     coverage: float = Field(
-        0.9, ge=0, le=1, description="least share decided of what the baseline decided"
+        0.9, ge=0, le=1, description="minimum share of the baseline's decided results to be decided"
     )
     new: Level = Field("report", description="in the run and not in the baseline")
     incomparable: Level = Field("report", description="another version, cell or data set")
     faults: Level = Field("break", description="a planted fault that was killed survives")
     scope: list[Pattern] = Field(
-        ["*"], min_length=1, description="globs: what of the baseline a run has to have"
+        ["*"], min_length=1, description="globs: results of the baseline that a run must contain"
     )
 
 
@@ -150,7 +150,7 @@ class Policy(Model):
     )
     figures: FigureRules = Field(FigureRules.model_validate({}), description="exact figures")
     times: Times = Field(Times.model_validate({}), description="ratios of times, efficiencies")
-    cases: Cases = Field(default=Cases.model_validate({}), description="what only one run has")
+    cases: Cases = Field(default=Cases.model_validate({}), description="results of only one run")
     xfails: list[ExpectedFailure] = Field(
         default_factory=list, description="cases that may break until a day"
     )

@@ -66,7 +66,7 @@ FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     "mesh odd": ("an axis of 3, 5, ... ranks", lambda case: any(n % 2 for n in _axes(case))),
     "mesh four-or-more": ("an axis of 4 or more", lambda case: max(_axes(case), default=0) > 3),
     "mesh axis-of-one": (
-        "an axis of one rank beside others",
+        "an axis of one rank next to others",
         lambda case: 1 in case.mesh.values() and case.world > 1,
     ),
     "mesh two-data-axes": (

@@ -54,7 +54,7 @@ def init(
         typer.Option(
             "--install",
             metavar="REQ",
-            help="what pip installs the suite from in CI (default: where this one is from)",
+            help="what CI installs the suite from (default: the source of this one)",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace files that are there")] = False,

@@ -167,7 +167,7 @@ def find(standings: Sequence[Standing]) -> Autopsy | None:
         f"{_at(ranks[rank])}"
         for rank, missing in sorted(lacks.items())
     ]
-    tail = "each waits for another, and none of them came"
+    tail = "each waits for another, and none of them arrived"
     return Autopsy("desync", f"desync: {'; '.join(ring)}; {tail}", None)
 
 
@@ -176,7 +176,7 @@ def _stopped(ranks: Mapping[int, Standing]) -> Autopsy | None:
     rank = next((rank for rank, one in ranks.items() if one.how == "stopped"), None)
     if rank is None:
         return None
-    sentence = f"dead peer: rank {rank} goes no further: {_instead(ranks[rank], None)}"
+    sentence = f"dead peer: rank {rank} cannot continue: {_instead(ranks[rank], None)}"
     return Autopsy("dead peer", sentence, rank)
 
 
@@ -234,7 +234,7 @@ def _nobody(astray: Mapping[int, Noted], ranks: Mapping[int, Standing]) -> Autop
         f"rank {rank} waits in {_named(call)}{_at(ranks[rank])}, a group of {len(_members(call))}"
         for rank, call in astray.items()
     ]
-    return Autopsy("desync", f"desync: {'; '.join(each)}: it has no such rank", min(astray))
+    return Autopsy("desync", f"desync: {'; '.join(each)}: the group has no such rank", min(astray))
 
 
 def _strayed(ranks: Mapping[int, Standing], among: Iterable[int]) -> int | None:

@@ -178,7 +178,7 @@ class _Dead:
             return None
         except ValueError as error:
             # The system's code runs in the process that wrote it; a kill leaves none, or a whole.
-            told = f"its account of its end cannot be read: {error}"
+            told = f"its exit report cannot be read: {error}"
             return RankOutcome(rank, "raised", error_type="BrokenContract", message=told)
         crashed_later = process.signal is not None and not process.reason
         if outcome.status == "ok" and crashed_later and len(process.ranks) == 1:

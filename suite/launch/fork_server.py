@@ -243,14 +243,14 @@ class ForkServer:
         try:
             self._line.send(message)
         except OSError as error:
-            raise ForkServerError(f"the fork server is gone: {self._last_output()}") from error
+            raise ForkServerError(f"the fork server has ended: {self._last_output()}") from error
 
     def _receive(self, timeout_s: float) -> None:
         try:
             messages = receive(self._line, timeout_s)
         except EOFError:
             if not self._waiting:
-                raise ForkServerError(f"the fork server is gone: {self._last_output()}") from None
+                raise ForkServerError(f"the fork server has ended: {self._last_output()}") from None
             return
         for message in messages:
             match message:
@@ -265,7 +265,7 @@ class ForkServer:
         if self._watched.stopped >= process_control.STOPPED_LOOKS:
             raise ForkServerError(f"{who} was stopped by a signal, and nothing continued it")
         if not self._ready and self._watched.idle >= IDLE_LOOKS:
-            what = f"{who} did nothing for {IDLE_LOOKS} s before it was ready"
+            what = f"{who} was idle for {IDLE_LOOKS} s before it was ready"
             raise ForkServerError(f"{what}: {self._output() or 'it printed nothing'}")
 
     def _last_output(self) -> str:

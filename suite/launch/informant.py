@@ -102,11 +102,11 @@ class Informant:
             if watched.letter == "Z":  # a process that it started may hold the line open
                 raise EOFError
             if watched.stopped >= process_control.STOPPED_LOOKS:
-                self._end("was ended, for a signal had stopped it")
+                self._end("was ended, because a signal had stopped it")
                 raise NoAnswer(self._ended)
             if max(watched.spent, watched.idle) > self._seconds:
                 how = "of sleep" if watched.idle else "of CPU"
-                self._end(f"was ended, for it gave no answer within {self._seconds:g} s {how}")
+                self._end(f"was ended, because it gave no answer within {self._seconds:g} s {how}")
                 raise NoAnswer(self._ended)
 
     def _end(self, how: str) -> None:
@@ -163,7 +163,7 @@ def _read(path: Path) -> Any:
             raise Raised(str(kind), bounded(str(text)), bounded(str(shown)))
         return answer["value"]
     except (*DAMAGE, OSError) as error:
-        raise NoAnswer(f"answered with what cannot be read: {error!r}") from None
+        raise NoAnswer(f"gave an unreadable answer: {error!r}") from None
 
 
 # ------------------------------------------------------------------------------------- the process

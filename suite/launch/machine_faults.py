@@ -34,7 +34,7 @@ def fault_of_machine(
     elif cause is not None and workspace.says_full(cause.message) and str(workdir) in cause.message:
         took = size >= needed or files >= workspace.TASK_FILES
         if not (took or workspace.BY_ITSELF in cause.message):  # others may have made room
-            return f"there was no room in the work folder: rank {cause.rank}: {cause.message}"
+            return f"the work folder is full: rank {cause.rank}: {cause.message}"
     problem = backend.unreachable() if cause is not None and Nodes.here() is None else None
     return str(problem or "")
 

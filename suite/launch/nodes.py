@@ -28,7 +28,7 @@ NODE = "SHARDPROOF_NODE"
 MOST_NODES, MOST_RANKS = 16, 32
 #: A rate that is no limit.
 UNLIMITED = "unlimited"
-_NO_NODES = "fault {}: ranks are on no nodes here; `shardproof cluster run` has them"
+_NO_NODES = "fault {}: ranks are not on nodes here; use `shardproof cluster run`"
 _UNITS = {"mbit": 10**6, "gbit": 10**9}
 #: Bits per second; beyond, the kernel counts in other units, and here nothing sends as fast.
 _MOST_RATE = 10 * 10**9
@@ -147,7 +147,7 @@ def bits_per_second(text: str) -> int:
     found = re.fullmatch(r"(\d{1,5})(mbit|gbit)", text.lower())
     rate = int(found[1]) * _UNITS[found[2]] if found else 0
     if not 0 < rate <= _MOST_RATE:
-        raise ValueError(f"{text!r} is no rate of 1mbit to 10gbit, such as 100mbit")
+        raise ValueError(f"{text!r} is not a rate between 1mbit and 10gbit, such as 100mbit")
     return rate
 
 

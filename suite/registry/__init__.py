@@ -140,7 +140,7 @@ def load_mutant(name: str) -> Mutant:
         if declared is not None and declared.name == short:
             _checked(full, declared.implementation)
             return cast("Mutant", declared)
-    raise BrokenImplementation(full, f"is declared in {module.__name__} but not to be found there")
+    raise BrokenImplementation(full, f"is declared in {module.__name__} but missing there")
 
 
 def _root() -> Path:
@@ -210,7 +210,7 @@ def _checked(name: str, value: Any) -> type[Implementation]:
         raise BrokenImplementation(name, f"is {value!r}, not a subclass of Implementation")
     strategy = getattr(value, "strategy", None)
     if not isinstance(strategy, str | None) or strategy == "":
-        asked = "asked is the name of a strategy as text, such as strategy = 'zero1'"
+        asked = "expected the name of a strategy, such as strategy = 'zero1'"
         raise BrokenImplementation(name, f"has strategy = {strategy!r}; {asked}")
     lacking = sorted(value.__abstractmethods__) + ["strategy"] * (strategy is None)
     if lacking:

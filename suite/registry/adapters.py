@@ -48,7 +48,7 @@ def path_of(thing: Any, what: str) -> str:
     code = getattr(thing, "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else ("", None)
     given = repr(thing) if name == "None" else name
-    remedy = "put it at the top of a module or script, under a name"
+    remedy = "define it at the top level of a module or script, under a name"
     raise SelectionError(Problem(f"ranks cannot import this {what}", remedy, given, file, line))
 
 
@@ -59,8 +59,8 @@ def _program(name: str, what: str) -> str:
     """
     path = program()
     if not path:
-        problem = f"ranks cannot import this {what}: a notebook, a console or a pipe holds it"
-        remedy = "write it into a file, in a notebook by %%writefile mine.py, and import it"
+        problem = f"ranks cannot import this {what} from a notebook, console or pipe"
+        remedy = "write it into a file (in a notebook: %%writefile mine.py) and import it"
         raise SelectionError(Problem(problem, remedy, name))
     return path
 

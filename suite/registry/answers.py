@@ -40,7 +40,7 @@ def asked(system: object, method: str, value: Any, kinds: Any, wanted: str) -> A
 def broken(system: object, method: str, came: str, wanted: str) -> BrokenContract:
     """The error that says what ``method`` returned, and what is asked."""
     name = (system if isinstance(system, type) else type(system)).__name__
-    return BrokenContract(f"{name}.{method} returned {came}, asked is {wanted}")
+    return BrokenContract(f"{name}.{method} returned {came}, expected {wanted}")
 
 
 def pieces(system: Implementation, kind: Kind, rank: int = 0) -> list[Piece]:
@@ -57,7 +57,7 @@ def pieces(system: Implementation, kind: Kind, rank: int = 0) -> list[Piece]:
         held = list(asked(system, method, system.local_state(kind), (list, tuple), wanted))
     for call in ledger.calls[before:] if ledger else ():
         what = f"{type(system).__name__}.{method} called {call.operation}"
-        raise BrokenContract(f"{what}, asked is what this rank holds, without communication")
+        raise BrokenContract(f"{what}, but it must return this rank's state without communication")
     for piece in held:
         if not isinstance(piece, Piece):
             raise broken(system, method, f"a list with a {type(piece).__name__}", wanted)

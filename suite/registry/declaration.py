@@ -109,7 +109,7 @@ class Declaration(Capabilities, Stored):
             words = value if isinstance(value, Iterable) else ()
             if not right or not all(isinstance(word, str) for word in words):
                 came = f"{field.name}={value!r:.80}"
-                raise BrokenContract(f"{method} returned {came}, asked is {wanted}")
+                raise BrokenContract(f"{method} returned {came}, expected {wanted}")
         goes_on = system.reconfigure is not Implementation.reconfigure
         return cls(**fields, strategy=system.strategy, depth=system.depth, reconfigures=goes_on)
 
@@ -142,7 +142,7 @@ class Declaration(Capabilities, Stored):
         for name, (said, known) in words.items():
             for word in said:
                 if word not in known:
-                    what = f"{name}: {word!r} means nothing here"
+                    what = f"{name}: {word!r} is not a known word"
                     return f"{what}; {nearest(str(word), known, 'valid')}"
         if wrong := follows.problem(self):
             return wrong
@@ -211,7 +211,7 @@ class Declaration(Capabilities, Stored):
         if case.checkpoint is not None and not self.checkpoints:
             return "declares no checkpoints"
         if case.changes_members and not self.reconfigures:
-            return "has no reconfigure: it does not go on with other members"
+            return "has no reconfigure: it cannot continue with other members"
         # Which of them a policy may take is its own affair: it refuses those that it has not.
         narrow = NARROW.intersection(case.precision.values())
         if narrow and NARROW.isdisjoint(self.dtypes):
@@ -235,7 +235,7 @@ class Declaration(Capabilities, Stored):
         counts = case.workload.micro_batch_counts(case.data_coordinates)
         unequal = self._declined(UNEQUAL, case.dtype)
         if unequal is not None and len(set(counts)) > 1:
-            samples = f"{case.workload.global_batch} samples do not suffice"
+            samples = f"{case.workload.global_batch} samples do not divide evenly"
             spread = f"{min(counts)} to {max(counts)} micro-batches a rank"
             return f"declines trait {UNEQUAL}, and {samples}: {spread}{unequal}"
         return ""

@@ -98,14 +98,14 @@ def problem(declared: Capabilities) -> str:
     for name, text in declared.follows.items():
         rule, setting = StateRule(name, text), name.removeprefix(SETTING)
         if "*" in name.removesuffix("*"):
-            return f"follows: {name!r} has a '*' that is not its end"
+            return f"follows: {name!r} has a '*' before its end"
         if name.startswith(SETTING) and setting not in SETTINGS:
             known = ", ".join(SETTING + one for one in SETTINGS)
-            return f"follows: {name!r} is no value that an update uses; valid: {known}"
+            return f"follows: {name!r} is not a setting of updates; valid: {known}"
         if name.startswith(SETTING) and not rule.is_formula:
             return f"follows: {name!r} is {text!r}; write a formula of 'step'"
         if name.startswith(SETTING) and (declared.oracle == "replay" or _alone(declared)):
-            return f"follows: {name!r} means something where ranks have one update in common only"
+            return f"follows: {name!r} applies only where all ranks share one update"
         try:
             _ = rule.terms if rule.is_formula else None
         except FormulaError as error:
@@ -162,7 +162,7 @@ class Follows:
             try:
                 settings = self.settings(step)
             except KeyError as error:
-                return f"follows: a value that updates use is a formula of 'step', not of {error}"
+                return f"follows: a setting of updates is a formula of 'step', not of {error}"
             for name, value in settings.items():
                 if not is_usable(value):
                     return f"follows: {SETTING + name!r} is {value:g} in step {step}"

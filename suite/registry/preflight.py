@@ -125,7 +125,7 @@ def abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:
     """
     asked: dict[str, tuple[str, Options]] = {"abilities": (name, {})}
     (end,) = _ask(try_to_load, asked, pool)
-    ended = f"{name} was asked for its axes: {ending(end)}"
+    ended = f"{name} could not be asked for its axes: {ending(end)}"
     *faults, axes, backends = end.value or (ended, "", "", [], [])
     if fault := next(filter(None, faults), ""):
         remedy = "nothing was written: name a class that can be used without options"
@@ -139,7 +139,7 @@ def check_options(name: str, options: Options, pool: Pool) -> None:
     :raises SelectionError: it refuses them, or ended the process that asked.
     """
     (end,) = _ask(try_to_load, {"options": (name, options)}, pool)
-    ended = f"{name} was asked for its options: {ending(end)}"
+    ended = f"{name} could not be asked for its options: {ending(end)}"
     _, refused, *_ = end.value or ("", ended)  # what else is wrong is told by its cases
     if refused:
         raise SelectionError(_problem(refused, "nothing was run: correct the option"))

@@ -152,7 +152,7 @@ class StandIn(Implementation):
         try:
             return from_others(kind, told)
         except TypeError as error:
-            what = f"{cls.__name__}: {function.__name__} came back as {told!r:.80}"
+            what = f"{cls.__name__}: {function.__name__} returned {told!r:.80}"
             raise BrokenContract(f"{what}, which cannot be read: {error}") from None
 
     @classmethod

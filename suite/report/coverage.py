@@ -34,7 +34,7 @@ def seen_table(results: Iterable[CaseResult]) -> Table:
     """The events, those that the fewest cases saw first."""
     rows = sorted(seen(results).items(), key=lambda row: row[1])
     heads, shown = ("event", "cases"), [(name, f"{count:,}") for name, count in rows]
-    return Table("What the checks had before them", heads, shown, align="lr")
+    return Table("Conditions that the checks met", heads, shown, align="lr")
 
 
 def coverage_map(results: Iterable[CaseResult]) -> Table:

@@ -126,7 +126,7 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
     broken = [of_result(r) for r in results if verdicts.kind(r.verdict) in told]
     if found := blocks(broken):
         told_cases, causes = number(len(broken), "case"), number(len(found), "cause")
-        write(f"\nwhat did not hold: {told_cases}, {causes}")
+        write(f"\nfailed or undecided: {told_cases}, {causes}")
     for block in found:
         first = block.first
         write(Text(shown(f"{first.verdict}: {first.id}"), style="bold red"), soft_wrap=True)

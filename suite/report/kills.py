@@ -21,7 +21,7 @@ _NAMED = 5
 MARKS = {
     "K": "killed by its named check",
     "x": "fails too",
-    "!": "named but silent",
+    "!": "named, but passes",
     "": "does not fail",
 }
 LEGEND = "; ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark) + "."

@@ -45,7 +45,7 @@ class Limit:
 
     @property
     def table(self) -> Table:
-        more = f"And {self.rest} more rows: the lines of cases.jsonl hold them."
+        more = f"And {self.rest} more rows: see cases.jsonl."
         return Table(self.title, self.headings, self.rows, notes=(more,) if self.rest else ())
 
     @property
@@ -107,14 +107,14 @@ def _of_cases(run: Run) -> Iterator[Limit]:
     late += [((f"fault: {kill.why_not}",), kill.name) for kill in run.kills if kill.left_out]
     yield _limit(_LEFT_OUT, "Selected and not run.", ("reason",), late, listed=True)
     kinds = [(verdicts.kind(r.verdict), r, r.case.implementation) for r in run.cases]
-    why = "The implementation does not claim to do this, or this machine lacks something."
+    why = "The implementation does not declare this, or this machine cannot run it."
     pairs = [((name, r.reason), r.id) for kind, r, name in kinds if kind == "skip"]
     yield _limit("Skipped cases", why, ("implementation", "reason"), pairs, listed=True)
     why = "These ran, but their records do not suffice for a verdict."
     heads: tuple[str, ...] = ("verdict", "implementation", "reason")
     opened = (((r.verdict, name, r.reason), r.id) for k, r, name in kinds if k in verdicts.OPEN)
     yield _limit("Not decided", why, heads, opened, listed=True)
-    why = "No case that ran saw such an event, so no check could judge it."
+    why = "No such event occurred in any case, so no check could judge it."
     events = seen(run.cases) if len(run.cases) >= MANY else {}
     unseen = tuple((name,) for name, count in events.items() if not count)
     yield Limit("Never seen", why, ("event",), unseen)

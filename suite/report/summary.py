@@ -60,9 +60,9 @@ def headline(run: Run) -> Headline:
     alarms = 0 if random is None else len(random.alarms)
     broke = _told(
         (alarms, "random cases of clean systems failed"),
-        (sum(counts[verdict] for verdict in verdicts.RED), f"of {judged} judged cases broke"),
+        (sum(counts[verdict] for verdict in verdicts.RED), f"of {judged} judged cases failed"),
         (len(kills.survivors(run.kills)), f"of {len(planted)} planted faults survive"),
-        (sum(heads[word] for word in BROKEN), f"of {len(timed)} timings broke"),
+        (sum(heads[word] for word in BROKEN), f"of {len(timed)} timings failed"),
     )
     opened = _told(
         (sum(counts[verdict] for verdict in verdicts.OPEN), f"of {judged} cases are not decided"),
@@ -71,7 +71,7 @@ def headline(run: Run) -> Headline:
     )
     details = tuple(_details(run, counts))
     if broke:
-        return Headline("broke", f"It did not hold: {', '.join([*broke, *opened])}.", details)
+        return Headline("broke", f"Failed: {', '.join([*broke, *opened])}.", details)
     if opened:
         return Headline("open", f"Not decided: {', '.join(opened)}.", details)
     if not (judged or planted or timed):
@@ -86,9 +86,9 @@ def headline(run: Run) -> Headline:
     late = len(run.left_out) + sum(kill.left_out for kill in run.kills)
     every = late + judged + len(planted) + len(timed)
     if late > MUCH * every:
-        sentence = f"Nothing broke in {', '.join(held)}, but {late} of {every} were left out."
+        sentence = f"Nothing failed in {', '.join(held)}, but {late} of {every} were left out."
         return Headline("open", sentence, details)
-    return Headline("held", f"It held: {', '.join(held)}, nothing broke.", details)
+    return Headline("held", f"Nothing failed: {', '.join(held)}.", details)
 
 
 def _told(*counts: tuple[int, str]) -> list[str]:

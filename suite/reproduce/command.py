@@ -178,7 +178,7 @@ def _obstacles(cases: Sequence[Case], nodes: Nodes | None = None) -> dict[str, s
             registry.check(name)
             preflight.check([name])
         except SelectionError as error:
-            gone[name] = f"the system is gone: {error.problems[0].what}"
+            gone[name] = f"the system is missing: {error.problems[0].what}"
     told, known = {}, {*WORKLOADS, *kinds.UNTRAINED}
     for case in cases:
         if case.implementation in gone:

@@ -55,7 +55,7 @@ def beside(run: Run) -> dict[str, str]:
         if verdicts.kind(result.verdict) == "skip":
             told[result.id] = f"was skipped: {result.reason}"
         elif result.case.fault is not None:
-            told[result.id] = "a fault plan: what ranks still do when one is ended differs"
+            told[result.id] = "a fault plan: what ranks do after one is ended differs between runs"
     return told
 
 

@@ -79,7 +79,7 @@ def unbound(run: Run) -> Iterator[str]:
         if (by := run.invocation_of(result.case)) is not None:
             of[result.id].append((invocations.index(by), result))
         elif result.case.seal or result.id in sealed:
-            yield f"{where}: {result.id}: its case is as no invocation of this run asked for it"
+            yield f"{where}: {result.id}: no invocation of this run asked for this form of its case"
     for name, results in of.items():
         if (order := [number for number, _ in results]) != sorted(order):
             yield f"{where}: {name}: an earlier invocation's result stands after a later one's"
@@ -107,7 +107,7 @@ def _planted(run: Run) -> Iterator[str]:
     for result in run.mutant_cases:
         by = run.invocation_of(result.case)
         if result.case.implementation not in known or (by and by.planned and not by.kills):
-            yield f"{run.path / LINES}: {result.id}: is told as a planted fault, which it is not"
+            yield f"{run.path / LINES}: {result.id}: is stored as a planted fault, but is none"
 
 
 def _planned(run: Run, plans: Mapping[str, Sequence[Case]]) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _planned(run: Run, plans: Mapping[str, Sequence[Case]]) -> Iterator[str]:
     where = run.path / "planned.jsonl"
     for result in (*run.superseded, *run.cases):
         if result.case not in plans.get(result.id, ()):
-            yield f"{where}: {result.id}: is not planned as it was run"
+            yield f"{where}: {result.id}: was run differently than planned"
     for one in run.header.invocations if run.header.merged is None else ():
         own = _own(one, plans)
         key = None if one.part or one.kills else one.key

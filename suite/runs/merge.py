@@ -104,7 +104,7 @@ def read_part(name: str, path: Path) -> Part:
     if header is None:
         raise SelectionError(Problem("no run", "name a run that --shard made", name))
     if (place := header.part) is None:
-        what = "is no part of a selection" if header.merged is None else "is put together already"
+        what = "is no part of a selection" if header.merged is None else "is merged already"
         remedy = "name the runs that a command with --shard I/N left"
         raise SelectionError(Problem(what, remedy, name))
     require_unedited(path)

@@ -239,7 +239,7 @@ class RunFolder:
             if error.errno not in UNWRITABLE:
                 raise
             # The header of before stays whole; whoever filled the disk has said so already.
-            print(f"{error.filename}: {error.strerror}: no end was noted", file=sys.stderr)
+            print(f"{error.filename}: {error.strerror}: the end was not recorded", file=sys.stderr)
         finally:
             self._lock.close()
 
@@ -299,7 +299,7 @@ class RunFolder:
         for line in new if planned else ():
             case = Case.from_dict(json.loads(line))
             if planned.get(case.id, case) != case:
-                what, remedy = "this run has another case of that id", "name another run folder"
+                what, remedy = "this run has a different case of that id", "name another run folder"
                 raise SelectionError(Problem(what, remedy, case.id, str(self.path)))
         self._invocation.planned = [case.id for case in cases]
         self._invocation.kills = list(kills)

@@ -98,9 +98,9 @@ def _wrong_checkpoint(plan: schema.CheckpointKeys, scenario: schema.Scenario) ->
     if plan.trained > save:
         yield ["trained"], "trained must not exceed save_at", f"valid: 0 to {save}", plan.trained
     if plan.saves > save:
-        yield ["saves"], "more saves than steps before them", f"valid: 1 to {save}", plan.saves
+        yield ["saves"], "saves must not exceed save_at", f"valid: 1 to {save}", plan.saves
     if plan.into and plan.into.precision and (built := plan.into.precision.built):
-        what = "the run that loads is built in the dtype of the run that saves"
+        what = "the restoring run has the built dtype of the saving run"
         yield ["into", "precision", "built"], what, "leave it out", built
 
 
@@ -148,10 +148,10 @@ def _unfit_members(plan: schema.MembershipPlan, cell: Cell) -> Iterator[Wrong]:
                 yield where, f"rank {rank} is no member of step {step}", remedy, rank
             now = [one for one in now if one != rank]
             if not now:
-                yield where, f"no member is left of step {step}", "let one live", rank
+                yield where, f"no member is left of step {step}", "keep at least one alive", rank
             continue
         if step in [one.step for one in plan.changes[:at]]:
-            yield ["changes", at, "step"], "two changes before one step", "make them one", step
+            yield ["changes", at, "step"], "two changes before one step", "merge them", step
         members = plan.changes[at].members
         for what, remedy in _unfit_change(members, now, step, cell):
             yield ["changes", at, "members"], what, f"{remedy}, {without}", members
@@ -163,13 +163,13 @@ def _unfit_change(
 ) -> Iterator[tuple[str, str]]:
     """What is wrong with the ``members`` from ``step`` on, and a remedy."""
     if not members:
-        yield "a change that leaves no member", "name a rank at least"
+        yield "a change that leaves no member", "name at least one rank"
     if any(rank >= cell.world for rank in members):
         yield f"no such rank in {mesh_name(cell.mesh)}", f"valid: 0 to {cell.world - 1}"
     if list(members) != sorted({*members}):
         yield "members must ascend, each named once", f"write {sorted({*members})}"
     if list(members) == list(before):
-        yield f"a change that changes nothing before step {step}", "name others, leave it out"
+        yield f"the change before step {step} changes nothing", "name other ranks, or leave it out"
     if step and members and not {*members} & {*before}:
         what = f"no member of step {step - 1} remains to synchronize the new ones"
         yield what, f"name one of {', '.join(map(str, before))} as well"

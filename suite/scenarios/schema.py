@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 else:
     AxisName = Literal[axes.names()]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]
-Reason = Annotated[str, Field(min_length=3, description="the reason, in a sentence")]
+Reason = Annotated[str, Field(min_length=3, description="the reason, in one sentence")]
 Clip = Annotated[float, Field(gt=0)]
 #: Of rates and their factors: beyond it their products overflow float32, in which lanes train.
 _LARGEST = 1e9
@@ -117,7 +117,7 @@ class Other(Model):
 
     implementation: _Implementation | None = Field(None, description="default: the case's own")
     options: Values = Field(
-        {}, description="all options of another implementation; of the same: changes of the case's"
+        {}, description="of another implementation: all options; of the same: changes to the case's"
     )
     mesh: dict[AxisName, Size] | None = Field(
         None, min_length=1, description="default: the case's, or the one axis of the implementation"
@@ -148,7 +148,7 @@ class Expect(Model):
         description="floating-point payload of one optimizer step, in bytes summed over ranks: a "
         "named formula, or an expression of numbers, facts, + - * / ( ) min max ceil",
     )
-    buckets: int | None = Field(None, ge=1, le=100_000, description="least gradient buckets a step")
+    buckets: int | None = Field(None, ge=1, le=100_000, description="minimum of buckets a step")
     refuses: str | None = Field(None, min_length=1, description="text in the refusal")
     relation: Relation | None = Field(None, description="to a second run: see check `relations`")
 
@@ -158,7 +158,7 @@ class ImplementationChoice(Model):
 
     name: _Implementation = Field(description="family/name, or package.module:Class")
     options: Values = Field({}, description="passed to setup()")
-    label: Label | None = Field(None, description="name of the options in ids and tables")
+    label: Label | None = Field(None, description="label of the options in ids and tables")
     expect: Expect | None = Field(None, description="overrides the scenario's expect")
 
     @model_validator(mode="after")
@@ -190,10 +190,10 @@ class Group(Model):
 class Scaler(Model):
     """Dynamic loss scaling, by the rule of torch.amp.GradScaler."""
 
-    initial: float = Field(65536.0, gt=0, description="scale of the first step")
+    initial: float = Field(65536.0, gt=0, description="scale in the first step")
     growth: float = Field(2.0, gt=1, description="factor after `interval` updates without overflow")
     backoff: float = Field(0.5, gt=0, lt=1, description="factor after an overflow")
-    interval: int = Field(2000, ge=1, description="updates without overflow until the scale grows")
+    interval: int = Field(2000, ge=1, description="updates without overflow before the scale grows")
 
 
 class OptimizerChoice(Model):
@@ -201,7 +201,7 @@ class OptimizerChoice(Model):
 
     name: Literal["sgd", "adamw"]
     label: Label | None = None
-    lr: float | None = Field(None, gt=0, le=_LARGEST, description="peak; sgd 0.1, adamw 0.003")
+    lr: float | None = Field(None, gt=0, le=_LARGEST, description="peak rate; sgd 0.1, adamw 0.003")
     momentum: float = Field(0.9, ge=0, lt=1)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.95], min_length=2, max_length=2
@@ -236,7 +236,7 @@ class WorkloadKeys(Model):
     global_batch: int = Field(24, ge=1, le=4096, description="samples in one optimizer step")
     micro_batches: int = Field(2, ge=1, le=64, description="per data coordinate and window")
     windows: int = Field(1, ge=1, le=16, description="schedule calls in one optimizer step")
-    params: Values = Field({}, description="knobs of the workload")
+    params: Values = Field({}, description="parameters of the workload")
 
 
 class WorkloadChoice(Model):
@@ -258,7 +258,7 @@ class QuickSize(Model):
 
     global_batch: int | None = Field(None, ge=1, le=4096)
     steps: int | None = Field(None, ge=1, le=3000, description="optimizer steps")
-    params: Values = Field({}, description="knobs of the workload")
+    params: Values = Field({}, description="parameters of the workload")
 
 
 Implementations = Many[Named[ImplementationChoice]]
@@ -305,8 +305,8 @@ class FaultExpect(Model):
         description="any of these: kill, exit, raise: crash; stop, drop: hang; swap, shape: crash "
         "or hang; corrupt: fail; delay, slow_node: pass"
     )
-    rank: int | None = Field(None, ge=0, description="the rank to blame; null: any, or none")
-    says: Words = Field([], description="texts, all of which the sentence must contain")
+    rank: int | None = Field(None, ge=0, description="the rank to blame; null: any or none")
+    says: Words = Field([], description="texts that the sentence must all contain")
 
 
 class FaultPlan(Model):
@@ -320,10 +320,10 @@ class FaultPlan(Model):
     rank: int = Field(ge=0, description="the rank in which it happens")
     step: int = Field(0, ge=0, description="optimizer step, from 0; of setup and load: 0")
     phase: FaultPhase = Field(description="where in the step; save: after it, load: before all")
-    call: int = Field(0, ge=0, description="calls of the phase to let pass")
-    seconds: float = Field(1.0, gt=0, le=60, description="of a delay, a pause or a cut")
+    call: int = Field(0, ge=0, description="calls of the phase before the fault")
+    seconds: float = Field(1.0, gt=0, le=60, description="length of a delay, pause or cut")
     label: Label | None = Field(None, description="name of the plan in ids; default: its kind")
-    expect: FaultExpect = Field(description="{verdict, rank, says}: what must come of it")
+    expect: FaultExpect = Field(description="{verdict, rank, says}: the expected outcome")
 
 
 class Into(Other):
@@ -336,11 +336,11 @@ class CheckpointKeys(Model):
     """When a case saves, and which run loads; every plan gives each cell once more."""
 
     label: Label = Field(description="name of the plan in ids")
-    save_at: int = Field(ge=1, description="steps that are done when the last save begins")
-    saves: int = Field(1, ge=1, description="checkpoints, one after each of the steps up to there")
-    into: Into | None = Field(None, description="the system that loads; null: the same")
+    save_at: int = Field(ge=1, description="steps completed at the last save")
+    saves: int = Field(1, ge=1, description="number of saves, one a step, the last at save_at")
+    into: Into | None = Field(None, description="the restoring system; null: the same")
     again_at: int | None = Field(
-        None, ge=1, description="steps done when the run that loads saves, too; null: it does not"
+        None, ge=1, description="steps completed when the restoring run saves; null: never"
     )
     trained: int = Field(0, ge=0, description="steps that the restoring run trains before it loads")
 
@@ -357,15 +357,15 @@ class DeathPlan(Model):
 
     rank: int = Field(ge=0, description="the member that dies")
     step: int = Field(ge=0, description="optimizer step, from 0")
-    call: int = Field(0, ge=0, description="calls of that step that it still makes")
+    call: int = Field(0, ge=0, description="calls of that step that it makes before it dies")
 
 
 class MembershipPlan(Model):
     """Members that join, leave and die; every plan gives each cell once more."""
 
     label: Label = Field(description="name of the plan in ids")
-    changes: list[Change] = Field([], description="between steps, in order")
-    deaths: list[DeathPlan] = Field([], description="inside steps; gone until a change")
+    changes: list[Change] = Field([], description="changes between steps, in order")
+    deaths: list[DeathPlan] = Field([], description="inside steps; the rank is gone until a change")
 
 
 class Match(Model):
@@ -398,7 +398,7 @@ class Rule(Match):
 class KnownFailure(Rule):
     """A match, its reason and, where they are given, words of the right failure."""
 
-    says: Words = Field([], description="texts, all of which the failure must contain")
+    says: Words = Field([], description="texts that the failure must all contain")
 
 
 class Include(Axes):

@@ -24,7 +24,7 @@ _SEED = re.compile(r"\[seed([0-9]{1,10})\]$")
 _ID_PARTS = 8
 #: The names of a case that a filter matches.
 Names = Callable[[Case], tuple[str | int, ...]]
-_NOT_PLANNED = "for other cases drop --resume and --rerun-failed"
+_NOT_PLANNED = "to choose other cases, drop --resume and --rerun-failed"
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Selection:
                 remedy = nearest(pattern, known, "implementations")
                 raise SelectionError(Problem("--impl: matches nothing here", remedy, pattern))
             if self.like and named[0] in cases:
-                remedy = "leave it out: these systems have cells and options of their own"
+                remedy = "leave it out: these systems already have cells and options"
                 raise SelectionError(Problem("--like is for classes of your own", remedy, pattern))
             chosen += [case for case in named if case not in chosen]
         return chosen

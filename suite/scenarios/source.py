@@ -98,7 +98,7 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
     except OSError as error:
         raise refuse("cannot be read", "check the file's permissions", error.strerror) from None
     if len(raw) > MAX_BYTES:
-        raise refuse("file is over 1 MiB", "split it, or make it shorter")
+        raise refuse("file is larger than 1 MiB", "split it, or make it shorter")
     if b"\0" in raw:
         raise refuse("binary file", f"a {noun} is YAML text in UTF-8")
     try:
@@ -112,7 +112,7 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
 def parse(text: str, file: str, noun: str = SCENARIO, optional: bool = False) -> Node:
     """The node of YAML ``text``; ``file`` and ``noun`` only serve error messages."""
     if len(text) > MAX_BYTES:
-        raise ScenarioError(Problem("text is over 1 MiB", "make it shorter", None, file))
+        raise ScenarioError(Problem("text is larger than 1 MiB", "make it shorter", None, file))
     reader = _Reader(file, noun)
     node = reader.document(text)
     if node is None and optional:
@@ -150,7 +150,7 @@ class _Reader:
             hint = "check the indentation, quotes and brackets above"
             if "\t" in "".join(text.splitlines()[at - 1 : at]):
                 hint = "indent with spaces, not tabs"
-            remedy = "close what begins here" if is_open else hint
+            remedy = "close the bracket or quote that opens here" if is_open else hint
             raise self.error(at, f"not valid YAML: {what}", remedy) from None
         except (yaml.YAMLError, UnicodeError, ValueError) as error:
             if isinstance(error, ScenarioError):

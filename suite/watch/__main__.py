@@ -18,7 +18,7 @@ from shardproof.verdicts import BAD_INPUT
 def main(words: Sequence[str]) -> None:
     """Run the script ``words[0]`` as ``__main__``, with the other words as its arguments."""
     if not words or not {"RANK", "WORLD_SIZE"} <= {*os.environ}:
-        problem = "no rank: torchrun sets RANK and WORLD_SIZE" if words else "no script"
+        problem = "RANK and WORLD_SIZE are not set; torchrun sets them" if words else "no script"
         remedy = "torchrun ... -m shardproof.watch train.py, or: shardproof watch train.py"
         sys.stderr.write(f"{problem} - {remedy}\n")
         sys.exit(BAD_INPUT)
@@ -42,7 +42,7 @@ def _refusal(error: SystemExit) -> str:
     while frame is not None:
         code, values = frame.tb_frame.f_code, frame.tb_frame.f_locals
         if code.co_filename == argparse.__file__ and code.co_name == "error":
-            return str(values.get("message", "arguments that it does not know"))
+            return str(values.get("message", "unknown arguments"))
         frame = frame.tb_next
     return ""
 

@@ -37,7 +37,7 @@ class ForAScript(TyperCommand):
             own = [name for param in self.params for name in param.opts]
             near = difflib.get_close_matches(option, own, 1, 0.75)
             script = next((word for word in given if word.endswith(".py")), "train.py")
-            what = "no option of shardproof watch"
+            what = "not an option of shardproof watch"
             remedy = (
                 f"{f'did you mean {near[0]}? ' if near else ''}Options of the script stand after "
                 f"--: shardproof watch {script} -- {option} ..."
@@ -85,14 +85,14 @@ class Watched:
         typer.Option(
             "--results",
             metavar="FOLDER",
-            help="a new folder for what is found",
+            help="a new folder for the findings",
             parser=options.named,
         ),
     ] = None
     judge: Annotated[
         Path | None,
         typer.Option(
-            "--judge", metavar="FOLDER", help="start nothing; judge what ranks left in FOLDER"
+            "--judge", metavar="FOLDER", help="start nothing; judge the records in FOLDER"
         ),
     ] = None
 
@@ -124,9 +124,7 @@ class Watched:
 def watch(
     script: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT [-- ARGUMENTS]", help="a training script, and what it is given"
-        ),
+        typer.Argument(metavar="SCRIPT [-- ARGUMENTS]", help="a training script and its arguments"),
     ] = None,
     *,
     how: Watched,
@@ -209,8 +207,8 @@ def _new(results: Path | None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            remedy = "name a new folder: nothing is mixed with what another run left"
-            raise SelectionError(Problem("--results: holds something", remedy, str(folder)))
+            remedy = "name a new folder: records of two runs are not mixed"
+            raise SelectionError(Problem("--results: is not empty", remedy, str(folder)))
     except OSError as error:
         what = f"--results: {error.strerror}"
         raise SelectionError(Problem(what, "name a folder to write into", str(folder))) from None

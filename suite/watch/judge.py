@@ -84,7 +84,7 @@ def of_running(
             how = "waits"
         elif process_control.activity_of(pid)[1] - before[rank] > _IDLE_SHARE * LOOK_SECONDS:
             how = "computes"
-        words = f"raised {left.error_type}" if left.error else "is no more, or runs elsewhere"
+        words = f"raised {left.error_type}" if left.error else "has ended, or runs elsewhere"
         place = place or left.place or _line(made)
         found.append(Standing(rank, how, words, noted(made), place=place))
     return found
@@ -181,10 +181,10 @@ def _of_dumps(folder: Path) -> Judged:
     try:
         found = autopsy.find(flight_recorder.standings(folder))
     except ValueError as error:
-        remedy = "leave it out: only plain values are read, and nothing in it is carried out"
+        remedy = "leave it out: only plain values are read, and no code in it runs"
         raise SelectionError(Problem(str(error), remedy)) from None
     if found is None:
-        why = "no call in the Flight Recorder's dumps lacks a rank: all made the same calls"
+        why = "all ranks made the same calls, by the Flight Recorder's dumps"
         return Judged("undecidable", why, [Finding("not compared", why, broken=False)], {})
     finding = Finding("rank", found.sentence)
     return Judged("hang", found.sentence, [finding], {})
@@ -218,7 +218,7 @@ def decide(
     elif findings:
         why = findings[0].sentence
     elif not any(seen.counts for one in records.values() for seen in one.optimizers):
-        why = "replicas were not judged: no comparison came to its end"
+        why = "replicas were not judged: no comparison was completed"
     else:
         verdict, why = "pass", f"equal on all replicas: {', '.join(held)}"
     return Judged(verdict, why, findings, records, held)
@@ -337,7 +337,7 @@ def _of_ranks(
         sentence += f"; its last call: {cause.last_call}"
     others = [o for o in outcomes if o.consequence and o.rank != cause.rank]
     if others:
-        sentence += f"; {name_ranks([o.rank for o in others])} could not go on without it"
+        sentence += f"; {name_ranks([o.rank for o in others])} could not continue without it"
     return [], [Finding("rank", sentence), *missing]
 
 
@@ -348,7 +348,7 @@ def _of_running(running: Sequence[Standing]) -> list[Finding]:
         return []
     if [one.how for one in running if one.rank == found.rank] == ["computes"]:
         words = found.sentence.removeprefix("desync: ")
-        return [Finding("rank", f"slow rank, no hang: {words}", broken=False)]
+        return [Finding("rank", f"slow rank, not a hang: {words}", broken=False)]
     return [Finding("rank", f"the ranks stand still: {found.sentence}")]
 
 
@@ -360,7 +360,7 @@ def _without_end(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list
     found = []
     for is_left, why in ((False, "interrupted, killed or still running"), (True, gone)):
         if ranks := [rank for rank in open_ if (rank in left) is is_left]:
-            sentence = f"{name_ranks(ranks)} did not come to the end: {why}"
+            sentence = f"{name_ranks(ranks)} did not reach the end of the script: {why}"
             found.append(Finding("rank", sentence, broken=False))
     return found
 
@@ -368,7 +368,7 @@ def _without_end(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list
 def _without_record(records: Mapping[int, RankRecord]) -> list[Finding]:
     world = max((one.world for one in records.values()), default=0)
     missing = sorted({*range(world)} - {*records})
-    sentence = f"{name_ranks(missing)} left no record: what they held is not known"
+    sentence = f"{name_ranks(missing)} left no record: their state is unknown"
     return [Finding("rank", sentence, broken=False)] if missing else []
 
 
@@ -392,7 +392,7 @@ def _outcome(rank: int, left: RankRecord | None, end: End | None) -> RankOutcome
         return replace(known, status="killed", error_type=name, message=name, signal=last.signal)
     if last.exit_code:
         why = left.refused if left is not None else ""
-        said = f"the script did not take its arguments: {why}" if why else ""
+        said = f"the script rejected its arguments: {why}" if why else ""
         return replace(known, status="exited", exit_code=last.exit_code, message=said)
     return known
 
@@ -402,7 +402,7 @@ def _early(outcomes: Sequence[RankOutcome], logs: Mapping[int, list[calls.Call]]
     ended = name_ranks([o.rank for o in outcomes if o.status in ("early", "ok")])
     failed = [o.rank for o in outcomes if o.status == "raised"]
     head = f"{ended} ended the script" + _never_came(calls.behind(dict(logs)))
-    return f"{head}; {name_ranks(failed)} could not go on without it" if failed else head
+    return f"{head}; {name_ranks(failed)} could not continue without it" if failed else head
 
 
 def _apart(logs: Mapping[int, list[calls.Call]]) -> str:
@@ -420,7 +420,7 @@ def _never_came(missing: calls.Difference | None) -> str:
         return ""
     call = next(iter(missing.calls.values()))
     where = f" at {call.place}" if call.place else ""
-    return f" and never came to call {missing.in_group} on {missing.group}, {call.text}{where}"
+    return f" and never reached call {missing.in_group} on {missing.group}, {call.text}{where}"
 
 
 def _standstill(
@@ -457,7 +457,7 @@ def _assumed(finding: Finding, records: Mapping[int, RankRecord]) -> Finding:
     doubtful = finding.broken and finding.assumed and finding.kind in _OF_REPLICAS
     if not doubtful or not (why := _seems_cut(records)):
         return finding
-    remedy = "say by --replicas which ranks hold the same (`--replicas all`: all do)"
+    remedy = "state with --replicas which ranks hold the same (`--replicas all`: all)"
     return replace(finding, broken=False, sentence=f"{finding.sentence}; but {why}: {remedy}")
 
 
@@ -503,5 +503,5 @@ def _nothing(records: Mapping[int, RankRecord]) -> str:
     if not any(seen.steps for one in ranks for seen in one.optimizers):
         return "nothing was judged: no step of an optimizer of torch.optim was seen"
     if not any(seen.tracked for one in ranks for seen in one.optimizers):
-        return "replicas were not judged: no parameter has replicas that are known"
+        return "replicas were not judged: no parameter has known replicas"
     return ""

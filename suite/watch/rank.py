@@ -85,7 +85,7 @@ class Settings:
         replicas = environment.get("SHARDPROOF_WATCH_REPLICAS", "")
         every = environment.get("SHARDPROOF_WATCH_EVERY", "")
         if every and not (every.isdigit() and int(every)):
-            what = "SHARDPROOF_WATCH_EVERY: no number of steps"
+            what = "SHARDPROOF_WATCH_EVERY: not a number of steps"
             raise SelectionError(Problem(what, "write 1 or more, or unset it", every))
         folder = environment.get("SHARDPROOF_WATCH_RESULTS", "")
         launched = "SHARDPROOF_WATCH_PARENT" in environment

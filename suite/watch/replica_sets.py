@@ -24,7 +24,7 @@ def parse(text: str, world: int) -> tuple[tuple[int, ...], ...]:
         )
         ranks = [rank for ranks in sets for rank in ranks]
         if len({*ranks}) < len(ranks):
-            raise ValueError("a rank stands twice")
+            raise ValueError("a rank is listed twice")
         if max(ranks) >= world:
             raise ValueError(f"rank {max(ranks)} of {world}")
     except ValueError as error:
@@ -38,5 +38,5 @@ def _span(item: str) -> range:
     first, dash, last = item.strip().partition("-")
     for word in (first, last) if dash else (first,):
         if not word.strip().isdecimal():
-            raise ValueError(f"{item.strip()!r} is no rank" if item.strip() else "an empty set")
+            raise ValueError(f"{item.strip()!r} is not a rank" if item.strip() else "an empty set")
     return range(int(first), int(last if dash else first) + 1)

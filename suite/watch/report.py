@@ -27,10 +27,10 @@ Print = Callable[..., None]
 #: What no watched run shows, whatever the script is.
 CANNOT_SEE = (
     "whether numbers that are equal on all ranks are right: `shardproof run` has an oracle",
-    "steps between two compared ones: the first step at which ranks part is known as an interval",
+    "steps between two compared ones: the first step at which ranks differ is known as an interval",
     "activations and temporary memory",
     "what kernels send without torch.distributed, and on groups of other backends than gloo, nccl",
-    "gradients that are freed before the optimizer's step, or used by a step of its own making",
+    "gradients that are freed before the optimizer's step, or used by a custom step",
     "which samples a rank reads",
 )
 _NAMES = 6
@@ -191,7 +191,7 @@ def _optimizers(judged: Judged) -> Table:
     ]
     headings = ("optimizer", "steps", "compared at", "parameters", "bytes")
     times = ("ms a comparison", "ms a step", "steps between comparisons")
-    note = f"as rank {first.rank if first else 0} saw it; steps between comparisons: as chosen last"
+    note = f"as rank {first.rank if first else 0} saw it; the last choice of steps"
     return Table("Replicas", (*headings, *times), rows, notes=[note], align="lrlrrrrr")
 
 

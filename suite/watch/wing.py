@@ -23,7 +23,7 @@ class Watch(Wing):
         from shardproof.watch import command
 
         app.command(
-            cls=command.ForAScript, short_help="Run a training script and say where its ranks part."
+            cls=command.ForAScript, short_help="Run a training script, report where ranks differ."
         )(command.watch)
 
 

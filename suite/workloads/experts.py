@@ -55,7 +55,7 @@ class DigitsExperts(DigitsCNN):
     """Samples are those of ``digits_cnn``."""
 
     name = "digits_experts"
-    about = "convolutions with a mixture of experts: loss terms beside the cross-entropy"
+    about = "convolutions with a mixture of experts: loss terms in addition to the cross-entropy"
     stack_type: ClassVar[type[Stack]] = Routed
     knobs: ClassVar = {
         **DigitsCNN.knobs,

@@ -174,7 +174,7 @@ class OwnWorkload(WorkloadFamily):
         if self._stages is not None or chain:
             return ""
         kind = type(model).__name__
-        return f"{self.name} is a {kind}, which nobody but stages= can cut: give that function"
+        return f"{self.name} is a {kind}, which only stages= can cut: give that function"
 
     def initial(self, seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Tensor:
         """``tensor``, perturbed where it is of floating point."""
@@ -226,7 +226,7 @@ class OwnWorkload(WorkloadFamily):
         return Samples(inputs.detach(), targets.detach(), valid)
 
     def _wrong(self, size: int, given: str, asked: str) -> WorkloadError:
-        return WorkloadError(f"{self.name}: batch({size}, generator) gives {given}, asked: {asked}")
+        return WorkloadError(f"{self.name}: batch({size}, generator) gives {given}, not {asked}")
 
     def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """The weighted sum of what ``loss`` gives."""

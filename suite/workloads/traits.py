@@ -81,7 +81,7 @@ class Trait:
 TRAITS: dict[str, Trait] = {
     "tied": Trait("one weight used by two layers of one unit", (5,), "inner"),
     "tied_over_units": Trait("one weight used by two units: embedding, head", (5,), "model"),
-    "frozen": Trait("parameters without gradients beside trainable ones", (7,), "front"),
+    "frozen": Trait("parameters without gradients next to trainable ones", (7,), "front"),
     "unused": Trait("parameters that no forward uses, registered first and last", (6,), "front"),
     "conditional_by_rank": Trait("a branch for the first half of the batch", (6, 22), "front"),
     "conditional_by_micro_batch": Trait(
@@ -100,7 +100,7 @@ TRAITS: dict[str, Trait] = {
     "smaller_than_world": Trait("parameters with 2 rows or 2 elements", (4, 1), "inner"),
     "non_contiguous": Trait("a parameter that is a transposed view", (17,), "inner"),
     "two_groups": Trait("biases and norms with their own rate and decay", (7,), "optimizer"),
-    "rebound_buffer": Trait("a buffer that every forward binds anew", (13, 3), "front"),
+    "rebound_buffer": Trait("a buffer that every forward rebinds", (13, 3), "front"),
     "unequal_tokens": Trait("few valid targets in early samples, many in later", (9,), "batch"),
     "one_rank_without_tokens": Trait("no valid target in the batch's second half", (9,), "batch"),
     "variable_lengths": Trait("lengths end at the last valid target", (20, 9), "batch", NAMES),

@@ -119,14 +119,14 @@ def test_systems_say_what_they_need_and_not_where_they_run() -> None:
     assert Declaration(needs=("processes",)).denied("in_memory") == (
         "needs processes, and in_memory runs its ranks as threads of one process"
     )
-    assert "'threads' means nothing here" in Declaration(needs=("threads",)).problem()  # type: ignore[arg-type]
+    assert "'threads' is not a known word" in Declaration(needs=("threads",)).problem()  # type: ignore[arg-type]
 
 
 def test_an_allow_list_of_contract_2_is_honoured() -> None:
     declared = Declaration(backends=("gloo", "nccl"))
     assert declared.usable() == ("gloo", "nccl") and not declared.runs_on_threads
     assert declared.denied("mpi") == "runs on gloo, nccl only" and not declared.problem()
-    assert "'glo' means nothing here" in Declaration(backends=("glo",)).problem()
+    assert "'glo' is not a known word" in Declaration(backends=("glo",)).problem()
     assert Capabilities().backends == ()
 
 

@@ -204,7 +204,7 @@ def test_a_batch_too_small_for_equal_numbers_of_micro_batches_is_declared_away(
     most = case.data_coordinates * sum(case.workload.window_sizes(0))
     small = dataclasses.replace(case.workload, traits=(), global_batch=most - 1)
     reason = _declared(case).excludes_case(dataclasses.replace(case, workload=small), "")
-    assert ("samples do not suffice" in reason) == (small.micro_batches * small.windows > 1)
+    assert ("samples do not divide evenly" in reason) == (small.micro_batches * small.windows > 1)
 
 
 def test_worlds_are_as_large_as_a_backend_takes(drawn: list[Case]) -> None:

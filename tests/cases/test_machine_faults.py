@@ -77,7 +77,7 @@ def test_a_full_work_folder_is_the_machines(
     full = f"[Errno 28] {os.strerror(errno.ENOSPC)}: '{tmp_path}/rank0.rec'"
     made, crash = account(case, full)
     made.machine = _fault_of_machine(made, crash, launcher, 0.0)
-    assert made.machine.startswith("there was no room in the work folder: rank 0: [Errno 28]")
+    assert made.machine.startswith("the work folder is full: rank 0: [Errno 28]")
     made = Account.from_dict(made.to_dict())
     assert decide_case(made).verdict == "precondition"
     monkeypatch.setattr(machine_faults, "lacking", lambda *_, **__: Problem("no room", "make some"))

@@ -21,8 +21,8 @@ from shardproof.workloads import WorkloadError
 HERE = Path(__file__).parents[1] / "support"
 EXPECTED = {
     "bad_samplers:Sound": ("pass", ""),
-    "bad_samplers:NeverEnds": ("fail", "samples are repeated in epoch 0, it takes 1: 2 shares of"),
-    "bad_samplers:GivesSamples": ("fail", ".5, asked is the index of a sample"),
+    "bad_samplers:NeverEnds": ("fail", "samples are repeated in epoch 0, expected 1: 2 shares of"),
+    "bad_samplers:GivesSamples": ("fail", ".5, expected the index of a sample"),
     "bad_samplers:TellsATensor": ("fail", "state() gave {'position': tensor(2)}, which is no JSON"),
     "bad_samplers:HasNoState": ("fail", "Refused: HasNoState has no state"),
     "bad_samplers:DeclinesNothingKnown": ("fail", "did you mean resume?"),

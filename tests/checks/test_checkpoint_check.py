@@ -159,7 +159,7 @@ ODD = [
     ),
     (
         case("reference/ddp", 2, into(options={"bucket_bites": 1})),
-        "who loads cannot be made: unknown option 'bucket_bites'",
+        "the restoring run cannot be made: unknown option 'bucket_bites'",
     ),
     (
         case("reference/ddp", 2, into(implementation="reference/tensor", mesh={"tensor": 3})),
@@ -437,7 +437,7 @@ FAULT = "faults:\n  - {kind: kill, rank: 0, step: 0, phase: PHASE, expect: {verd
         ),
         ("save_at: 2", "save_at: 3, again_at: 3", 13, "(3) - give the scenario more steps"),
         ("saves: 2", "trained: 3", 13, "trained must not exceed save_at (3) - valid: 0 to 2"),
-        ("saves: 2", "saves: 3", 13, "more saves than steps before them (3) - valid: 1 to 2"),
+        ("saves: 2", "saves: 3", 13, "saves must not exceed save_at (3) - valid: 1 to 2"),
         ("label: same, ", "", 13, "missing key checkpoints[0].label"),
         (", checkpoint]", "]", 10, "checkpoint plans and the check `checkpoint` belong together"),
         (
@@ -452,7 +452,7 @@ FAULT = "faults:\n  - {kind: kill, rank: 0, step: 0, phase: PHASE, expect: {verd
             "saves: 2",
             "into: {precision: {label: x, built: bfloat16}}",
             13,
-            "the run that loads is built in the dtype of the run that saves",
+            "the restoring run has the built dtype of the saving run",
         ),
         (
             "checkpoint]",

@@ -180,7 +180,7 @@ def whole(*shares: list[int], **knobs: Any) -> str:
         (
             [[0, 3], [1, 4], [2, 3]],
             {"samples": 6},
-            "sample 3 is seen twice in epoch 0: by ranks 0,2; sample 5 is seen by none in epoch 0, "
+            "sample 3 is seen twice in epoch 0: by ranks 0,2; sample 5 is seen by no rank in epoch 0, "
             "the last of the data set",
         ),
         ([[0, 0], [1, 2]], {"samples": 4}, "sample 0 is seen twice in epoch 0: both times by rank"),
@@ -189,7 +189,7 @@ def whole(*shares: list[int], **knobs: Any) -> str:
         (
             [[0, 1], [2, 3]],
             {"samples": 5},
-            "1 of 5 samples are seen by none in epoch 0: 2 shares of 2, asked are 2 shares of 3",
+            "1 of 5 samples are seen by no rank in epoch 0: 2 shares of 2, expected 2 shares of 3",
         ),
         (
             [[0, 1, 4], [2, 3, 0]],

@@ -106,7 +106,7 @@ def test_ranks_that_all_do_the_same_wrong_thing_are_compared_with_the_rule() -> 
 
     outcome = judged(case(2, scripts=3), all_go_on)
     assert outcome.status == "fail"
-    assert re.match(r"script 0: all ranks go on after vote \d+", outcome.message)
+    assert re.match(r"script 0: all ranks continue after vote \d+", outcome.message)
 
 
 def test_a_wrong_metric_that_all_are_told_is_compared_with_all_data() -> None:
@@ -116,7 +116,7 @@ def test_a_wrong_metric_that_all_are_told_is_compared_with_all_data() -> None:
 
     outcome = judged(case(2, scripts=3), spoil)
     assert outcome.status == "fail"
-    what = r"script 0: all ranks are told the metric [\d.]+ at vote 0, over all data it is [\d.]+"
+    what = r"script 0: all ranks receive the metric [\d.]+ at vote 0, over all data it is [\d.]+"
     assert re.match(what, outcome.message), outcome.message
 
 

@@ -182,7 +182,7 @@ def test_one_node_has_less(tmp_path: Path) -> None:
     [
         (["--delay", "0.1"], "--delay"),
         (["--delay", "5", "--nodes", "1"], "choose --nodes 2"),
-        (["--slow-node", "1"], "'1' is none of N:cpus=C and N:bandwidth=RATE"),
+        (["--slow-node", "1"], "'1' is neither N:cpus=C nor N:bandwidth=RATE"),
         (["--slow-node", "1:cpus=0"], "'0' is no number of 0.05 cores or more"),
         (["--slow-node", "1:cpus=1e3"], "'1e3' is no number of 0.05 cores or more"),
         (["--slow-node", "1:cpus=9999"], "'9999' is more than the"),

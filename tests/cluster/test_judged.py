@@ -36,7 +36,7 @@ def test_a_launch_that_is_killed_is_judged(
     launch += f"mkdir -p {results}; cp -r {left} {results}/records; kill -KILL $$"
     assert judge(results, launch) == BROKEN
     said = capfd.readouterr()
-    assert "the ranks ended with code 137: what they left is judged" in said.err
+    assert "the ranks ended with code 137: their records are judged" in said.err
     assert "1 judged (1 crash)" in said.out and (results / "cases.jsonl").exists()
 
 

@@ -82,7 +82,7 @@ def test_a_fault_whose_case_may_be_left_out_is_refused(
 
 def test_a_case_that_trains_nothing_has_no_step_to_strike_at() -> None:
     calls = [case("calls", 4, backend="gloo", steps=0)]
-    with pytest.raises(SelectionError, match="calls trains nothing, and has no step"):
+    with pytest.raises(SelectionError, match="calls trains nothing and has no steps"):
         Plan.parse("kill_node,step=0").applied(calls, 2, 2)
 
 

@@ -256,8 +256,8 @@ def test_clipping_may_be_declined_in_one_dtype() -> None:
 @pytest.mark.parametrize(
     ("system", "says"),
     [
-        (own.SaysClippin, "declines: 'clippin' means nothing here; did you mean clipping?"),
-        (own.SaysFloat65, "declines in: 'float65' means nothing here; did you mean float64?"),
+        (own.SaysClippin, "declines: 'clippin' is not a known word; did you mean clipping?"),
+        (own.SaysFloat65, "declines in: 'float65' is not a known word; did you mean float64?"),
         (own.ClaimsTheLayout, "declines 'clipping', but claiming 'zero1' implies 'clipping'"),
     ],
 )

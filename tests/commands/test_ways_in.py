@@ -279,7 +279,7 @@ def test_prove_names_a_command_that_reruns_and_hides_no_earlier_result(
     assert program == "shardproof"
     code, out, err = command(*words, "--dry-run")
     assert (code, out.split()) == (0, [row["case"]]), (row["rerun"], err)
-    with pytest.raises(SelectionError, match="this run has another case of that id"):
+    with pytest.raises(SelectionError, match="this run has a different case of that id"):
         prove(name, worlds=(1,), results=run, steps=1)
     assert [case.verdict for case in read(run).cases] == ["fail"]
 

@@ -60,7 +60,7 @@ def test_a_message_to_a_rank_that_is_none() -> None:
     assert (one.cause, one.rank) == ("desync", 0)
     assert one.sentence == (
         "desync: rank 0 waits in send(to 2, float64[4]), group 0,2 in step (mine.py:0), "
-        "a group of 2: it has no such rank"
+        "a group of 2: the group has no such rank"
     )
 
 

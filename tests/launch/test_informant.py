@@ -70,7 +70,7 @@ def test_a_stopped_informant_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(process_control, "STOPPED_LOOKS", 2)
     with (
         Informant(tmp_path, 1000.0) as informant,
-        pytest.raises(NoAnswer, match="was ended, for a signal had stopped it"),
+        pytest.raises(NoAnswer, match="was ended, because a signal had stopped it"),
     ):
         informant.do(stops)
 

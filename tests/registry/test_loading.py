@@ -21,7 +21,7 @@ MODULES = {
     "numbered": (
         "from shardproof.impls.plain import Plain\nclass Mine(Plain): strategy = 5",
         "Mine",
-        "has strategy = 5; asked is the name of a strategy as text, such as strategy = 'zero1'",
+        "has strategy = 5; expected the name of a strategy, such as strategy = 'zero1'",
     ),
     "killed": ("import os; os.kill(os.getpid(), 9)", "Mine", "ended its process (signal 9)"),
 }

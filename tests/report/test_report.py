@@ -123,7 +123,7 @@ def test_events_that_no_case_saw_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert counts["a call of a strided tensor"] == 2 and counts["a call of integers"] == 1
     assert counts["buckets cut anew in a later step"] == 0
     text = report.document(run)
-    assert "What the checks had before them" in text and "Never seen" not in text
+    assert "Conditions that the checks met" in text and "Never seen" not in text
     monkeypatch.setattr(limits, "MANY", 3)
     told = report.document(run).partition("Never seen")[2]
     assert "buckets cut anew" in told and "strided" not in told
@@ -542,7 +542,7 @@ def test_every_output_has_one_block_a_cause(tmp_path: Path) -> None:
     report.show_broken(run.cases, console.print)
     shown = console.export_text()
     assert shown == (
-        "\nwhat did not hold: 4 cases, 2 causes\n"
+        "\nfailed or undecided: 4 cases, 2 causes\n"
         "fail: w2\n"
         "    equivalence: gradients are 2 times too small (2 = ranks): differs from the oracle\n"
         "    rerun: shardproof run s -k 'w2'\n"

@@ -178,7 +178,7 @@ def test_a_run_that_was_killed_is_not_decided(tmp_path: Path) -> None:
 
 def test_what_was_not_checked_is_told_with_its_reason(full: Path) -> None:
     told = {limit.title: limit for limit in limits.limits(read(full))}
-    assert told["Left out"].rows == (("3", "no room in a budget of 3 minutes"),)
+    assert told["Left out"].rows == (("3", "no time in a budget of 3 minutes"),)
     assert len(told["Left out"].items[0]) == 3
     assert ("runs on gloo, nccl only") in {row[2] for row in told["Skipped cases"].rows}
     checks = told["Checks that did not judge in cases that ran"]

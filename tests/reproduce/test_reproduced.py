@@ -45,7 +45,7 @@ def _run(
             if (result := change(CaseResult.from_dict(line))) is not None:
                 run.add(result)
             else:
-                run.leave_out(each, "no room in a budget of 1 minutes")
+                run.leave_out(each, "no time in a budget of 1 minutes")
         run.close(0)
     header = json.loads((folder / "run.json").read_text())
     for key, value in told.items():
@@ -127,7 +127,7 @@ def test_bits_of_other_kernels_prove_nothing_but_where_arithmetic_is_exact(tmp_p
             lambda r: replace(r, verdict="refused", reason="no option x"),
             *("cannot be compared", "refused here: no option x"),
         ),
-        (lambda r: None, "cannot be compared", "no room in a budget of 1 minutes"),
+        (lambda r: None, "cannot be compared", "no time in a budget of 1 minutes"),
         (lambda r: replace(r, data="cd" * 32), "cannot be compared", "another data set"),
     ],
 )
@@ -219,8 +219,8 @@ def test_a_system_that_is_gone_is_told_and_nothing_runs(command: Any, tmp_path: 
     code, out, err = command("reproduce", str(tmp_path / "run"), "--results", str(tmp_path / "x"))
     assert code == 3, out + err
     for name, why in (
-        ("a", "the system is gone: "),
-        ("b", "the system is gone: "),
+        ("a", "the system is missing: "),
+        ("b", "the system is missing: "),
         ("c", "no longer supported: backend carrier_pigeon"),
         ("d", "no longer supported: workload no_such_model"),
     ):

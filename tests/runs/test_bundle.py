@@ -301,7 +301,7 @@ def test_an_added_or_doubled_member_is_named(packed: Path, tmp_path: Path) -> No
     assert verify_archive(forged)[0].problems == [
         f"{forged}/records/extra.parquet: was added",
         f"{forged}/other/run.json: was added",
-        f"{forged}/{record.partition('/')[2]}: stands in it twice",
+        f"{forged}/{record.partition('/')[2]}: is in it twice",
     ]
 
 

@@ -189,7 +189,7 @@ def test_a_budget_hides_no_failure_of_before(
         code = Execution(folder, chosen, 1, durations, 1e-9, kept).run()
     assert code == 1
     told = capsys.readouterr().out
-    assert "not run again, earlier results stay (2): no room in a budget of" in told
+    assert "not run again, earlier results kept (2): no time in a budget of" in told
     assert "3 judged (1 fail, 1 crash, 1 pass), 0 xfailed, 1 skipped, 0 left out" in told
     assert verify(run).problems == []
 

@@ -261,7 +261,7 @@ def test_damaged_parts_are_refused(command: Any, tmp_path: Path) -> None:
     merged = tmp_path / "merged"
     assert command("merge", str(first), str(second), "--into", str(merged))[0] == 0
     code, _, err = command("merge", str(merged), str(second), "--into", str(tmp_path / "x"))
-    assert code == 2 and f"is put together already ({merged})" in err
+    assert code == 2 and f"is merged already ({merged})" in err
     code, _, err = command("merge", str(first), str(second), "--into", str(merged))
     assert code == 2 and f"--into: is there already ({merged}) - name a new folder" in err
     lines = (second / "cases.jsonl").read_text()

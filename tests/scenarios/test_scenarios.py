@@ -250,7 +250,7 @@ FAULTS: dict[str, tuple[str, str, int, str]] = {
     ),
     "own tag": ("an example", "!include x", 2, "YAML tag (!include)"),
     "binary tag": ("an example", "!!binary aGk=", 2, "YAML tag (!!binary)"),
-    "bad syntax": ("[nothing]", "[nothing", 3, "close what begins here"),
+    "bad syntax": ("[nothing]", "[nothing", 3, "close the bracket or quote that opens here"),
     "axis outside of matrix": ("about:", "precision: [bfloat16]\nabout:", 2, "move it into matrix"),
     "workload without a key": (
         "  name: gpt\n  traits: [tied]",
@@ -378,7 +378,7 @@ def test_limits_of_aliases_depth_and_size() -> None:
         (b"name: \x00\x01", "binary file"),
         ("name: é".encode("latin-1"), "not UTF-8 text (byte 0xe9 at offset 6)"),
         ("name: x".encode("utf-16"), "binary file"),
-        (b"#" * (1 << 20) + b"##", "file is over 1 MiB"),
+        (b"#" * (1 << 20) + b"##", "file is larger than 1 MiB"),
         (b"", "empty file"),
         (b"# only a comment\n", "empty file"),
         (b"- a\n- b\n", "not a mapping (a list)"),

@@ -427,7 +427,7 @@ def test_a_micro_batch_is_let_go_at_its_last_action(schedule: str) -> None:
                     ]
                 }
             },
-            "a message that nobody needs",
+            "a message that no rank needs",
         ),
         (
             {

@@ -253,7 +253,7 @@ FAULTS: dict[str, tuple[Schedule, Callable[[Orders], None], str]] = {
     "needless message": (
         zb_v(2, 2),
         lambda o: o[1].append(Action("SF", 1, 0)),
-        "rank 1 does SF0@1, a message that nobody needs",
+        "rank 1 does SF0@1, a message that no rank needs",
     ),
     "other stage of one rank": (
         zb_v(2, 2),

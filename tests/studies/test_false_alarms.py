@@ -137,7 +137,7 @@ def test_sessions_beyond_the_budget_are_told_as_left_out(
     assert false_alarms.run(run, alike=8, slowed=4, minutes=2.5) == 3
     found = run_folder.read(run)
     assert (len(found.others["bench"]), len(found.left_out)) == (2, 4)
-    assert {line.reason for line in found.left_out} == {"no room in a budget of 2.5 minutes"}
+    assert {line.reason for line in found.left_out} == {"no time in a budget of 2.5 minutes"}
     assert "left out by the budget: 4 sessions" in capsys.readouterr().out
     assert not verify(run).problems
     assert false_alarms.run(run, alike=8, slowed=4) == 3

@@ -78,7 +78,7 @@ def write_run(
             lines[-1]["record"] = _record(path, of, compared(draw))
     lines += [_pipeline(path, number, draw) for number in range(pipelines)]
     for of in made[cases:]:
-        reason = "no room in a budget of 3 minutes"
+        reason = "no time in a budget of 3 minutes"
         lines.append({"kind": "left out", "id": of.id, "case": of.to_dict(), "reason": reason})
     lines += [_fault(number, number >= survivors) for number in range(kills)]
     lines += [timed(number, draw) for number in range(benches)]

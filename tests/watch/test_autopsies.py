@@ -246,7 +246,7 @@ def torchrun(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
 
 #: What rank 1 does -> the exit code, and what is said of it.
 STANDS = {
-    "computes": (3, ("slow rank, no hang: rank 0 waits in ", "it computes in main (")),
+    "computes": (3, ("slow rank, not a hang: rank 0 waits in ", "it computes in main (")),
     "sleeps": (1, ("the ranks stand still: desync: rank 0 waits in ", "it stands in main (")),
     "stopped": (
         1,

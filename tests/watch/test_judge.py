@@ -61,7 +61,7 @@ def test_the_first_value_that_is_not_finite_counts() -> None:
     [
         ({"initialised": False}, "no rank called init_process_group"),
         ({"optimizers": []}, "no step of an optimizer"),
-        ({"optimizers": [Watched("SGD", 10)]}, "no parameter has replicas that are known"),
+        ({"optimizers": [Watched("SGD", 10)]}, "no parameter has known replicas"),
     ],
 )
 def test_nothing_judged_is_no_pass(changes: dict[str, Any], says: str) -> None:
@@ -118,7 +118,7 @@ def test_a_rank_that_dies_is_the_cause_not_who_waits_for_it() -> None:
     records = {0: rank(0, **gone, consequence=True, is_comm_error=True, ended=False), 1: rank(1)}
     judged = decide(records, [End(0, 1, ended=2.0), End(1, signal=11, ended=1.0)], {})
     assert judged.verdict == "crash"
-    assert judged.reason == "rank 1 was killed: SIGSEGV; rank 0 could not go on without it"
+    assert judged.reason == "rank 1 was killed: SIGSEGV; rank 0 could not continue without it"
 
 
 @pytest.mark.parametrize("ends", [[], [End(0), End(1)]], ids=["torchrun", "interrupted"])
@@ -159,7 +159,7 @@ def test_a_rank_that_ended_first_is_the_cause(ended: float) -> None:
     records = {0: rank(0, **gone, consequence=True, is_comm_error=True, ended=False), 1: rank(1)}
     judged = decide(records, [End(0, 1, ended=2.0), End(1, 0, ended=ended)], {})
     assert judged.verdict == "crash"
-    assert judged.reason == "rank 1 ended the script; rank 0 could not go on without it"
+    assert judged.reason == "rank 1 ended the script; rank 0 could not continue without it"
 
 
 def test_frames_of_the_suite_are_not_shown() -> None:

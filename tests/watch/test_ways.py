@@ -221,13 +221,13 @@ def test_arguments_of_the_script_are_its_own(command: Any, tmp_path: Path) -> No
         ([], "name a script: shardproof watch train.py"),
         (["no_such.py"], "no such script (no_such.py)"),
         (["SCRIPT", "--nproc", "3", "--replicas", "2"], "3 ranks cannot be cut into sets of 2"),
-        (["SCRIPT", "--results", "FULL"], "--results: holds something"),
+        (["SCRIPT", "--results", "FULL"], "--results: is not empty"),
         (["--judge", "no_such"], "no such folder (no_such)"),
         (["--judge", "EMPTY"], "no rank left a record of a watched run"),
         (["SCRIPT", "--judge", "FULL"], "a script together with --judge"),
         (
             ["SCRIPT", "--epochs", "3"],
-            "no option of shardproof watch (--epochs) - Options of the script stand after --:",
+            "not an option of shardproof watch (--epochs) - Options of the script stand after --:",
         ),
         (["SCRIPT", "--nprocs", "3"], "(--nprocs) - did you mean --nproc? Options of the script"),
         (["SCRIPT", "--replicas", "foo"], "--replicas: 'foo' is no rank (foo) - write all, a"),
@@ -256,7 +256,7 @@ def test_a_script_that_does_not_take_its_arguments_is_told(command: Any, tmp_pat
     results = str(tmp_path / "run")
     code, out, err = command("watch", str(script), "--results", results, "--", "--lrr", "3")
     says = (
-        "crash: rank 0 exited with code 2: the script did not take its arguments: "
+        "crash: rank 0 exited with code 2: the script rejected its arguments: "
         "unrecognized arguments: --lrr 3"
     )
     assert code == 1 and says in out, out + err

@@ -181,7 +181,7 @@ def _measure(folder: run_folder.RunFolder, pairs: Sequence[Pair], minutes: float
             spent = start - began
             if minutes is not None and spent + longest > 60 * minutes:
                 for late in todo[number:]:
-                    why = f"no room in a budget of {minutes:g} minutes"
+                    why = f"no time in a budget of {minutes:g} minutes"
                     folder.leave_out_other(late.to_dict(), why)
                 print(f"left out by the budget: {len(todo) - number} sessions", flush=True)
                 break

@@ -401,7 +401,7 @@ class _Swapped(FaultyGroup):
         return self.sound.alltoall(outputs, [*inputs[1:], inputs[0]], *args)
 
 
-@mutant("backend_exchange_is_one_rank_on", says="what came of rank", **of("all_to_all"))
+@mutant("backend_exchange_is_one_rank_on", says="the tensor from rank", **of("all_to_all"))
 class ExchangeIsOneRankOn(Faulty):
     """Every part goes to the rank after its receiver."""
 
@@ -438,7 +438,9 @@ class _EmptySkips(FaultyGroup):
         return Then(work, lambda: outputs[0][self.me].fill_(0))
 
 
-@mutant("backend_root_forgets_itself", says="what came of rank .* is", zoo=("B05",), **of("gather"))
+@mutant(
+    "backend_root_forgets_itself", says="the tensor from rank .* is", zoo=("B05",), **of("gather")
+)
 class RootForgetsItself(Faulty):
     """The root of a gather does not put its own part among the others."""
 

@@ -99,7 +99,7 @@ class IgnoresTheSeed(Sampler):
         return permutation(self.spec.samples, epoch)
 
 
-@mutant("sampler_goes_on_with_its_generator", says="epoch 0 is another one when it is asked for")
+@mutant("sampler_goes_on_with_its_generator", says="epoch 0 differs when it is asked for")
 class GoesOnWithItsGenerator(Sampler):
     """One generator serves all epochs, so an order depends on the number of earlier draws."""
 
@@ -163,7 +163,7 @@ class TakesTheRankOfTheWorld(TorchSampler):
         self.sampler: Any = DistributedSampler(range(spec.samples), every, rank, seed=spec.seed)  # type: ignore[arg-type]
 
 
-@mutant("sampler_pads_a_round_more", says="4 samples are repeated in epoch 0, it takes 1")
+@mutant("sampler_pads_a_round_more", says="4 samples are repeated in epoch 0, expected 1")
 class PadsARoundMore(Sampler):
     """The padding is one round of all ranks longer than needed."""
 
@@ -174,7 +174,7 @@ class PadsARoundMore(Sampler):
 
 @mutant(
     "sampler_drops_a_round_more",
-    says="5 samples are left out in epoch 0, it takes 2",
+    says="5 samples are left out in epoch 0, expected 2",
     zoo=("E02",),
     **of(tail="drop"),
 )
@@ -194,7 +194,7 @@ class DoesNotPad(Sampler):
 
 
 @mutant(
-    "sampler_never_gives_the_last_sample", says="sample 46 is seen by none in epoch 0, the last"
+    "sampler_never_gives_the_last_sample", says="sample 46 is seen by no rank in epoch 0, the last"
 )
 class NeverGivesTheLastSample(Sampler):
     """The permutation is one number short."""
@@ -208,7 +208,7 @@ class NeverGivesTheLastSample(Sampler):
 
 @mutant(
     "sampler_begins_the_epoch_anew",
-    says="epoch 1 begins anew after a resume",
+    says="epoch 1 starts again after a resume",
     zoo=("E07",),
     **of(resume_at=2),
 )
@@ -221,7 +221,7 @@ class BeginsTheEpochAnew(Sampler):
 
 @mutant(
     "sampler_counts_what_was_read_ahead",
-    says="lost in a resume in epoch 1: .*a loader had read them ahead",
+    says="lost in a resume in epoch 1: .*a loader had prefetched them",
     zoo=("E08",),
     **of(resume_at=1, read_ahead=1),
 )
@@ -318,7 +318,7 @@ class ForgetsTheResumeBefore(Sampler):
 
 @mutant(
     "sampler_shortens_all_epochs",
-    says="after a resume 6 of 47 samples are seen by none in epoch 2",
+    says="after a resume 6 of 47 samples are seen by no rank in epoch 2",
     zoo=("E11",),
     **of(resume_at=1, tail="uneven"),
 )
@@ -332,7 +332,7 @@ class ShortensAllEpochs(Sampler):
 
 @mutant(
     "sampler_repeats_the_resumed_epoch",
-    says="epoch 2 is another one after a resume in epoch 1",
+    says="epoch 2 differs after a resume in epoch 1",
     zoo=("E13", "G08"),
     **of(**MORE),
 )
@@ -344,7 +344,7 @@ class RepeatsTheResumedEpoch(Sampler):
         return super().order(epoch - late)
 
 
-@mutant("sampler_tells_its_rank", says="ranks 0 and 1 tell different states", **of(resume_at=1))
+@mutant("sampler_tells_its_rank", says="ranks 0 and 1 report different states", **of(resume_at=1))
 class TellsItsRank(Sampler):
     """The state holds per-rank values, and rank 0 writes the checkpoint."""
 
@@ -354,7 +354,7 @@ class TellsItsRank(Sampler):
 
 @mutant(
     "sampler_gives_what_was_dropped",
-    says="epoch 1 was over, and goes on after a resume",
+    says="epoch 1 was complete, but continues after a resume",
     **of(tail="drop", resume_at=99, into=2),
 )
 class GivesWhatWasDropped(Sampler):

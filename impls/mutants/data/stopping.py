@@ -14,12 +14,12 @@ from shardproof.impls.reference.parts.consensus import Consensus, Count, Vote
 from shardproof.impls.reference.stopping import ReferenceStopping
 
 #: What names a fault: who is told what, or where training ends.
-PARTED = r"rank.* ends? training at vote \d+, rank.* goe?s? on"
+PARTED = r"rank.* ends? training at vote \d+, rank.* continues?"
 BEST = r"different best checkpoints at vote \d+"
-LATE, EARLY = r"all ranks go on after vote \d+", r"all ranks end training at vote \d+"
+LATE, EARLY = r"all ranks continue after vote \d+", r"all ranks end training at vote \d+"
 OTHER_BEST = r"all ranks have the checkpoint of step .* for the best"
-METRICS = r"told different metrics at vote \d+"
-OTHER_METRIC = r"all ranks are told the metric .* over all data it is"
+METRICS = r"receive different metrics at vote \d+"
+OTHER_METRIC = r"all ranks receive the metric .* over all data it is"
 
 
 def of(**knobs: Any) -> Mapping[str, Any]:

@@ -105,13 +105,13 @@ class _Measuring:
                 continue
             self.late.append(item)
             if item.subject.id not in known:  # figures of an earlier invocation stay
-                why = f"no room in a budget of {self.plan.how.budget:g} minutes"
+                why = f"no time in a budget of {self.plan.how.budget:g} minutes"
                 self.folder.leave_out_other(item.subject.to_dict(), why)
         self._show()
         names = [item.subject.id for item in self.late]
         earlier = {line.id: line for line in self._kept() if line.id in names}
         for name in names:
-            stays = f" (stays as it was: {earlier[name].verdict})" if name in earlier else ""
+            stays = f" (kept: {earlier[name].verdict})" if name in earlier else ""
             print_line(self.console, f"left out by the budget: {name}{stays}")
         # Figures of before are no work of now, but a budget hides no failure among them.
         fail_on = self.plan.how.fail_on or ()

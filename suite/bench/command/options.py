@@ -78,7 +78,7 @@ class Goal:
 
     goal: Annotated[
         float | None,
-        typer.Option("--goal", metavar="R", min=0.01, help="upper end of A over B, at most"),
+        typer.Option("--goal", metavar="R", min=0.01, help="highest allowed upper end of A over B"),
     ] = None
 
 
@@ -156,5 +156,5 @@ class OfCollectives(Where):
         typer.Option("--bytes", metavar="S", help="4, 64KiB, 16MiB (repeatable)"),
     ] = None
     rounds: Annotated[
-        int, typer.Option("--rounds", metavar="R", min=1, max=1000, help="the median counts")
+        int, typer.Option("--rounds", metavar="R", min=1, max=1000, help="calls to time")
     ] = 7

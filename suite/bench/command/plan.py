@@ -226,7 +226,7 @@ def _between(cells: Sequence[Cell], nodes: Nodes | None) -> list[Cell]:
         raise SelectionError(Problem(what, remedy, cells[0].name))
     if len(here) < len(cells) and nodes is None:
         left = number(len(cells) - len(here), "cell")
-        echo(f"{left} between nodes left aside: `shardproof cluster bench` times them", err=True)
+        echo(f"{left} between nodes skipped: time them with `shardproof cluster bench`", err=True)
     return here
 
 
@@ -245,7 +245,7 @@ def _with_room(subjects: Sequence[Subject], nodes: Nodes) -> list[Subject]:
             raise SelectionError(Problem(why, "leave --delay out, or time gloo", subject.id))
     if len(room) < len(subjects):
         left = number(len(subjects) - len(room), "comparison")
-        echo(f"{nodes}: {left} of more ranks left aside", err=True)
+        echo(f"{nodes}: {left} skipped: they need more ranks", err=True)
     return room
 
 

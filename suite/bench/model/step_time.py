@@ -196,8 +196,8 @@ def overlap_of(backend: str, cores_per_rank: float | None, threads: int = 1) -> 
     if known.hides_latency is not None:
         return "full" if known.hides_latency else "none", known.hides_because
     if cores_per_rank is not None and cores_per_rank >= threads + 1:
-        return "full", f"{backend}'s threads have a core beside the {threads} that compute"
-    return "none", f"every core computes: what {backend}'s threads do, they take from compute"
+        return "full", f"{backend}'s threads have a core next to the {threads} that compute"
+    return "none", f"every core computes: {backend}'s threads take time from compute"
 
 
 def predict(

@@ -70,7 +70,7 @@ class ScaledSystem(SystemModel):
     @model_validator(mode="after")
     def _names_its_mesh(self) -> ScaledSystem:
         if (self.mesh or self.micro_batches) and self.label is None:
-            raise ValueError("a mesh or micro-batches need a label, which tells them in ids")
+            raise ValueError("a mesh or micro-batches need a label, to distinguish ids")
         if self.grows in self.mesh:
             raise ValueError(f"{self.grows} grows, so that `mesh` cannot give its size")
         return self

@@ -71,7 +71,7 @@ class Checkpoint(Plan):
         return found.evidence
 
 
-_SAVES_NOTHING = "the run that saves nothing"
+_SAVES_NOTHING = "the run without saves"
 
 
 def _root(launcher: Launcher) -> Path:
@@ -94,7 +94,7 @@ def _load(evidence: Evidence, launcher: Launcher) -> list[RankOutcome]:
     try:
         loads = who_loads(case)
     except Refused as error:
-        evidence.beside["loaded"] = Beside(problem=f"who loads cannot be made: {error}")
+        evidence.beside["loaded"] = Beside(problem=f"the restoring run cannot be made: {error}")
         return []
     fault, root, plan = _of_load(case), str(_root(launcher)), loads.checkpoint
     promised = tuple(name for name in case.checks if name in PROMISES)
@@ -128,7 +128,7 @@ def _load(evidence: Evidence, launcher: Launcher) -> list[RankOutcome]:
             found.meeting = Meets(registry.load(loads.implementation), loads.options)
         return found
 
-    found, outcomes = beside(launcher, loads, "loaded", "the run that loads", collect)
+    found, outcomes = beside(launcher, loads, "loaded", "the restoring run", collect)
     evidence.beside["loaded"] = found
     if saves_again and found.evidence is not None:
         evidence.beside["again"] = _load_again(found.evidence, launcher)
@@ -148,5 +148,5 @@ def _load_again(loaded: Evidence, launcher: Launcher) -> Beside:
         found.own_costs = loaded.own_costs
         return found
 
-    what = "the run that loads what was saved after a load"
+    what = "the run that restores the second checkpoint"
     return beside(launcher, again, "again", what, collect)[0]

@@ -130,7 +130,7 @@ def run(
         if keep and code != INTERRUPTED:
             leave()
     if code not in (HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED):
-        say(f"the head ended with code {code}: it was stopped from outside, or died\n")
+        say(f"the head ended with code {code}: it was stopped from outside, or crashed\n")
         return NOT_DECIDED
     return code
 

@@ -109,7 +109,7 @@ class Output:
         if state["Paused"]:
             raise NoCluster(f"{name} is paused from outside: run it again")
         if not state["Running"] and not self.ended.wait(_SILENT_SECONDS):
-            raise NoCluster(f"{name} has ended, and what ran in it: run it again")
+            raise NoCluster(f"{name} has ended, with everything that ran in it: run it again")
 
     def _follow(self) -> None:
         try:
@@ -195,7 +195,7 @@ def is_old(engine: Any, image: str) -> bool:
 def _wanted(engine: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """What of images is told, what their build is given, and digests of what they are made of."""
     if not (ROOT / "Dockerfile").exists():
-        raise NoCluster(f"images are built from a checkout, and {ROOT} is none")
+        raise NoCluster(f"images are built from a checkout, but {ROOT} is not one")
     arguments = image_inputs.arguments(os.environ)
     base = _base_image(engine)
     found = _found(engine, base)

@@ -56,7 +56,7 @@ def wait(*doors: str, seconds: float = START_SECONDS) -> None:
     :raises NoCap: one has not come.
     """
     if (late := awaited(map(Path, doors), seconds)) is not None:
-        raise NoCap(f"{late.name}: its agent has not come within {seconds:g} s")
+        raise NoCap(f"{late.name}: its agent has not started within {seconds:g} s")
 
 
 def shape(bytes_per_second: str) -> None:
@@ -73,7 +73,7 @@ def shape(bytes_per_second: str) -> None:
         remedy = {
             errno.ENOENT: "the kernel has no tbf; load its module sch_tbf",
             errno.EPERM: "the engine gives no NET_ADMIN in a node's network; use one that does",
-        }.get(error.errno or 0, "`shardproof doctor --cluster` tells what the kernel has")
+        }.get(error.errno or 0, "`shardproof doctor --cluster` lists what the kernel has")
         raise NoCap(f"bandwidth cannot be capped ({error.strerror}): {remedy}") from None
 
 

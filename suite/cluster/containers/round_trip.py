@@ -69,7 +69,7 @@ def main() -> None:
     """Print what nodes measure."""
     nodes = Nodes.here()
     if nodes is None:
-        sys.exit("this machine is no head of a cluster")
+        sys.exit("this machine is not the head of a cluster")
     try:
         print(*measured(nodes))
     except NodeGone as error:

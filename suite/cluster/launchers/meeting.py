@@ -44,7 +44,7 @@ def refuse(store: dist.Store, place: Place, problem: Problem) -> NoReturn:
         store.set(_REFUSED, json.dumps([problem.what, problem.remedy, problem.value]))
     store.wait([_REFUSED])
     look(store, place)
-    raise AssertionError("a refusal that was set is there")
+    raise AssertionError("a refusal is set")
 
 
 def look(store: dist.Store, place: Place) -> None:
@@ -79,7 +79,7 @@ def wait(
 def meet(store: dist.Store, place: Place, key: str, seconds: float) -> None:
     """Return when all ranks have come; raise ``TimeoutError`` that says how many did not."""
     store.add(key, 1)
-    late = f"not all {place.world} ranks came to {key!r}"
+    late = f"not all {place.world} ranks reached {key!r}"
     wait(store, place, lambda: bool(store.add(key, 0) >= place.world), seconds, late)
 
 
@@ -195,7 +195,7 @@ def _loopback(entries: Sequence[Entry]) -> Problem | None:
     for entry in entries:
         if entry.loopback and len({other.host for other in entries}) > 1:
             what = f"MASTER_ADDR is the loopback on {entry.host}, on a job of several machines"
-            remedy = "mend its /etc/hosts, or give an IP address"
+            remedy = "correct its /etc/hosts, or give an IP address"
             return Problem(what, remedy, entry.address)
     return None
 
@@ -227,7 +227,7 @@ def answer(store: dist.Store, place: Place, seconds: float, interface: str | Non
     number = int(store.add(_CAME, 1))
     store.set(f"entry{number}", json.dumps(asdict(entry)))
     if number > place.world:  # the others may be under way
-        many = Problem(f"more than {place.world} ranks came", "choose a MASTER_PORT for each job")
+        many = Problem(f"over {place.world} ranks arrived", "choose a MASTER_PORT for each job")
         refuse(store, place, mistake(_read(store, number)) or many)
     if number > 1:
         late = "the first rank to come did not end the roll call"
@@ -266,7 +266,7 @@ def _lead(store: dist.Store, place: Place, seconds: float, interface: str | None
             look(store, place)
             tell()
             if time.monotonic() - began > seconds:
-                what = f"ranks {spans(missing(entries))} of {place.world} have not come"
+                what = f"ranks {spans(missing(entries))} of {place.world} have not arrived"
                 remedy = "start them, or let their machines reach MASTER_ADDR and MASTER_PORT"
                 refuse(store, place, Problem(what, remedy, f"{place.address}:{place.port}"))
             time.sleep(0.05)

@@ -122,7 +122,7 @@ class Place:
             if text.isascii() and text.isdigit() and least <= int(text) <= (most or int(text)):
                 return int(text)
             span = f"from {least}" + (f" to {most}" if most else "")
-            raise LaunchError(Problem(f"{name} is no whole number {span}", f"mend {name}", text))
+            raise LaunchError(Problem(f"{name} is not a whole number {span}", f"mend {name}", text))
 
         def optional(name: str, least: int) -> int | None:
             return number(name, least) if name in environment else None
@@ -205,7 +205,7 @@ class Place:
                 f"rank 0 cannot listen at port {self.port}, which is in use on this machine",
                 f"{free}; or two ranks were given 0",
             ),
-            "Ping failed": Problem(f"another program than a rank 0 listens at {where}", free),
+            "Ping failed": Problem(f"a program that is not rank 0 listens at {where}", free),
             "timed out": Problem(
                 f"rank {self.rank} found no rank 0 at {where} in {MEETING_SECONDS:g} s",
                 "start rank 0 there, and let this machine reach that name and port",
@@ -246,13 +246,13 @@ def _refuse_loopback(address: str, interface: str | None) -> None:
     if interface and not literal:
         return
     if literal:
-        what = "MASTER_ADDR leads every node to itself (loopback)"
+        what = "MASTER_ADDR is a loopback address: every node reaches only itself"
         remedy = (
             "set it to the first node's host name; GLOO_SOCKET_IFNAME=lo if all are one machine"
         )
     else:
         what = "MASTER_ADDR resolves to the loopback on this machine, on a job of several nodes"
-        remedy = "mend /etc/hosts, give an IP address, or set GLOO_SOCKET_IFNAME to its interface"
+        remedy = "fix /etc/hosts, give an IP address, or set GLOO_SOCKET_IFNAME to its interface"
     raise LaunchError(Problem(what, remedy, address))
 
 

@@ -68,7 +68,7 @@ class ClusterNodes(Nodes):
         """
         every = [door(self.folder, node) for node in range(self.count)]
         if (late := awaited(every, START_SECONDS)) is not None:
-            what = f"node {every.index(late)}: its agent has not come within {START_SECONDS:g} s"
+            what = f"node {every.index(late)}: its agent has not started within {START_SECONDS:g} s"
             raise NodeGone(what)
 
     def not_far(self, backend: str) -> str | None:
@@ -172,7 +172,7 @@ class NodeRanks(ProcessHost):
             for lost in self.lost().values():
                 raise NodeGone(str(lost))
             if time.monotonic() > deadline:
-                raise NodeGone(f"nodes have not started their ranks within {_MEET_SECONDS:g} s")
+                raise NodeGone(f"nodes did not start their ranks within {_MEET_SECONDS:g} s")
 
     def descriptors(self, alive: Sequence[RankProcess]) -> list[int]:
         """What becomes readable when one of them ends."""

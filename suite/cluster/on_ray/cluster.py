@@ -63,7 +63,7 @@ def joined(address: str, jobs: int | None) -> Iterator[RayCluster]:
             cluster.require_versions()
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             what = f"the Ray cluster cannot be joined: {shorten(str(error), 300)}"
-            needs = "this Ray and Python, and this token (RAY_AUTH_MODE=token) or none"
+            needs = "use the same Ray, Python and token (RAY_AUTH_MODE=token) on both sides"
             raise SelectionError(Problem(what, f"it must have {needs}", address or None)) from None
         yield cluster
 
@@ -151,7 +151,7 @@ class RayCluster(CaseHost):
                 raise _unfit(name, error) from None
             except self._ray.exceptions.GetTimeoutError:
                 what = f"node {name} of Ray did not answer within {ANSWER_SECONDS:g} s"
-                raise SelectionError(Problem(what, "look at `ray status`")) from None
+                raise SelectionError(Problem(what, "see `ray status`")) from None
 
     def judge(self, cases: Iterable[Case]) -> Generator[Judged, None, None]:
         """Judge them as tasks; a ``cases.runner.Judge``."""
@@ -201,7 +201,7 @@ class RayCluster(CaseHost):
             if resources.get("CPU", 0) >= 1 and resources.get("GPU", 0) >= gpus:
                 return ""
         wanted = f"a CPU and {number(gpus, 'GPU')}" if gpus else "a CPU"
-        return f"no node of Ray that is alive has {wanted}: look at `ray status`"
+        return f"no live Ray node has {wanted}: see `ray status`"
 
     def _gpus_of(self, case: Case) -> int:
         return min(case.world, self._gpus) if BACKENDS[case.backend].device == "cuda" else 0

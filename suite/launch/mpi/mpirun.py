@@ -165,7 +165,7 @@ class Mpirun:
         if self._process is None:
             return "it runs on another machine"
         lines = (self._folder / "mpirun.out").read_text("utf-8", "replace").strip()[-_TAIL:]
-        return " ".join(lines.replace("-" * 10, "").split()) or "it said nothing"
+        return " ".join(lines.replace("-" * 10, "").split()) or "it printed nothing"
 
 
 def _read(connection: socket.socket) -> tuple[dict[str, str], int | None]:

@@ -96,7 +96,7 @@ def _timeline(folder: Path, result: CaseResult) -> TimelineFigure:
         return replace(undrawn, problem=str(error))
     last = max((row["step"] for row in sections["action"]), default=None)
     if last is None:
-        problem = "its record holds no computation of a stage: the ranks did not come that far"
+        problem = "its record holds no computation of a stage: the ranks did not get that far"
         return replace(undrawn, problem=problem)
     clocked = all(row.get("began") is not None for row in sections["action"])
     begin, end = ("began", "ended") if clocked else ("begin", "end")

@@ -219,7 +219,7 @@ def _unpack(reader: _Reader, size: int, place: Path) -> Unpacked:
         if top != run or name not in wanted:
             problems.append(f"{reader.archive / (full if top != run else name)}: was added")
         elif name in seen:
-            problems.append(f"{place_in_archive}: stands in it twice")
+            problems.append(f"{place_in_archive}: is in it twice")
         else:
             seen.add(name)
             room -= length

@@ -118,7 +118,7 @@ class _Caller:
                         work.wait()
         except Exception:  # noqa: BLE001 - any error will do
             return ComparisonRow(index, phase, name, owner, 0.0, 0.0)
-        problem = f"{name}: {owner} makes this call, which is wrong, and nothing is raised"
+        problem = f"{name}: the invalid call of {owner} raised no error"
         return ComparisonRow(index, phase, name, owner, 1.0, 0.0, problem=problem)
 
     def _made(self, index: int, cell: Cell, groups: Sequence[CallGroup]) -> tuple[int, str]:
@@ -174,9 +174,9 @@ class _Caller:
         while self.store.add(key, 0) < count:
             looks += 1
             if looks % 20 == 0 and self.store.add(f"{self.case.id}/raised", 0):
-                raise RankEnded(f"fewer than {count} ranks came to {key!r}: another has raised")
+                raise RankEnded(f"fewer than {count} ranks reached {key!r}: another has raised")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"fewer than {count} ranks came to {key!r}")
+                raise TimeoutError(f"fewer than {count} ranks reached {key!r}")
             time.sleep(LATE / 4)
 
     def _met(self, cell: Cell, flight: Flight) -> None:

@@ -118,7 +118,7 @@ class _Tensors:
         """One result from each member."""
         views = []
         for member, value in enumerate(values):
-            buffer = self._buffer(f"what came of rank {self._name(member)}", None, value)
+            buffer = self._buffer(f"the tensor from rank {self._name(member)}", None, value)
             self._of_ranks(buffer, values)
             views.append(buffer.view)
         return views

@@ -110,7 +110,7 @@ class _Judged:
         again, other_seed = leg.shares("again", 0), leg.shares("seed", 0)
         if again is not None:
             what = "what a sampler gives must depend on seed and epoch alone"
-            problem = f"epoch 0 is another one when it is asked for again: {what}"
+            problem = f"epoch 0 differs when it is asked for again: {what}"
             self._row(0, "again", "order", problem if again != before[0] else "")
         if other_seed is not None and self._tells_orders_apart():
             problem = f"another seed gives the order of seed {self.seed}: the seed does not matter"
@@ -137,7 +137,7 @@ class _Judged:
         holders = {c for c, share in enumerate(shares) if {*share} & {*twice}}
         by = ("by " if len(holders) > 1 else "both times by ") + leg.ranks(holders)
         parts = [f"{_named(twice)} seen twice {where}: {by}"] if twice else []
-        parts += [f"{_named(lost)} seen by none {where}"] if lost else []
+        parts += [f"{_named(lost)} seen by no rank {where}"] if lost else []
         text = "; ".join(parts)
         own_repeats = any(len({*share}) < len(share) for share in shares)
         if self.shuffle and not own_repeats and len(lost) > max(2, self.samples // 20):
@@ -165,17 +165,17 @@ class _Judged:
     def _lengths(self, shares: Shares, sizes: Sequence[int], where: str) -> str:
         lengths = [len(share) for share in shares]
         given, asked, count = sum(lengths), sum(sizes), self.samples
-        text = f"{_sizes(lengths)}, asked are {_sizes(sizes)}"
+        text = f"{_sizes(lengths)}, expected {_sizes(sizes)}"
         if len({*lengths}) > len({*sizes}):
             return f"shares are unequal {where}: {text}"
         if self.tail == "drop" and given > asked:
             return f"the tail is not dropped {where}: {text}"
         if self.tail == "drop":
-            return f"{count - given} samples are left out {where}, it takes {count - asked}: {text}"
+            return f"{count - given} samples are left out {where}, expected {count - asked}: {text}"
         if given > asked:
-            return f"{given - count} samples are repeated {where}, it takes {asked - count}: {text}"
+            return f"{given - count} samples are repeated {where}, expected {asked - count}: {text}"
         lost = count - len({sample for share in shares for sample in share})
-        return f"{lost} of {count} samples are seen by none {where}: {text}"
+        return f"{lost} of {count} samples are seen by no rank {where}: {text}"
 
     # ------------------------------------------------------------------------------------- orders
 
@@ -221,7 +221,7 @@ class _Judged:
             told = [record.told_state for record in leg.records]
             own = "state_by_rank" in leg.records[0].declaration.features
             odd = [rank for rank, state in enumerate(told) if state != told[0] and not own]
-            states = [f"{rank} tell different states: {told[0]} and {told[rank]}" for rank in odd]
+            states = [f"{rank} report different states: {told[0]} and {told[rank]}" for rank in odd]
             problem = f"ranks 0 and {states[0]}" if states else ""
             self._row(epoch, f"stop {number + 1}", "state", problem)
         taken = [leg.shares("leg", epoch) or [] for leg in self.legs]
@@ -236,7 +236,7 @@ class _Judged:
             problem = ""
             if given != whole:
                 wrong = self._coverage(last, later, given or [])
-                other = f"epoch {later} is another one after a resume in epoch {epoch}"
+                other = f"epoch {later} differs after a resume in epoch {epoch}"
                 problem = f"after a resume {wrong}" if wrong else other
             self._row(later, "resumed", "order", problem)
 
@@ -261,9 +261,9 @@ class _Judged:
                     return self._gap(epoch, lost)
                 given = _sizes([len(share) for share in shares])
                 if not left:
-                    return f"epoch {epoch} was over, and goes on after a resume: {given}"
+                    return f"epoch {epoch} was complete, but continues after a resume: {given}"
                 wanted_of = f"{_sizes(wanted)} of the {left} samples that are left"
-                return f"shares are wrong {where}: {given}, asked are {wanted_of}"
+                return f"shares are wrong {where}: {given}, expected {wanted_of}"
             earlier += now
             total += sum(wanted)
             left = 0 if quota >= max(sizes) else left - sum(wanted)
@@ -282,7 +282,7 @@ class _Judged:
             return ""
         if again == sorted(earlier) and shares == leg.shares("whole", epoch):
             what = f"all {len(again)} samples that were taken come again"
-            return f"epoch {epoch} begins anew after a resume: {what}"
+            return f"epoch {epoch} starts again after a resume: {what}"
         return f"{_named(again)} seen twice in epoch {epoch}: before a resume and after it"
 
     def _gap(self, epoch: int, lost: Sequence[int]) -> str:
@@ -290,7 +290,7 @@ class _Judged:
         ahead = [leg.shares("ahead", epoch) or [] for leg in self.legs]
         read = {sample for shares in ahead for share in shares for sample in share}
         if read and {*lost} <= read:
-            text += " (a loader had read them ahead, and nobody trained on them)"
+            text += " (a loader had prefetched them, and no rank trained on them)"
         return text
 
 

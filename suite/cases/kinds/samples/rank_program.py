@@ -142,7 +142,7 @@ class _Asker:
                 yield operator.index(sample)
             except TypeError:
                 what = f"{self.system.__name__}.epoch({epoch}) gave {sample!r:.60}"
-                raise BrokenContract(f"{what}, asked is the index of a sample") from None
+                raise BrokenContract(f"{what}, expected the index of a sample") from None
 
 
 def _after_a_loader(seed: int) -> bytes:

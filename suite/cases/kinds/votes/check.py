@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardproof.backends.errors import name_ranks
+from shardproof.backends.errors import all_do
 from shardproof.cases.kinds import judged
 from shardproof.cases.kinds.votes import workload
 from shardproof.cases.kinds.votes.workload import Cast, Script
@@ -61,14 +61,14 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
 
 def decide(figures: Figures) -> Outcome:
     """By the rows alone."""
-    found = judged.outcome("stopping", figures, "nobody voted: it judges workload votes only")
+    found = judged.outcome("stopping", figures, "no rank voted: it judges workload votes only")
     if found.status == "skip":
         return found
     rows = figures.compared["stopping"]
     untested = sorted({row.phase for row in rows if not row.tested})
     found = replace(found, figures={**found.figures, "not_tested": untested})
     if found.status == "pass" and not any(row.tested for row in rows):
-        what = "every rank alone comes to the end of all: give more scripts or votes"
+        what = "each rank alone decides as all together: give more scripts or votes"
         return replace(found, status="undecidable", message=what)
     return found
 
@@ -131,13 +131,12 @@ def _end(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
         ends = [rank for rank, own in enumerate(told) if own[step].ends]
         go_on = [rank for rank in range(len(told)) if rank not in ends]
         if ends and go_on:
-            end, go = "ends" if len(ends) == 1 else "end", "goes" if len(go_on) == 1 else "go"
-            one, other = name_ranks(ends), name_ranks(go_on)
-            return f"{one} {end} training at vote {step}, {other} {go} on"
+            one, other = all_do("end", ends), all_do("continue", go_on)
+            return f"{one} training at vote {step}, {other}"
         if ends and not ruled.ends:
-            return f"all ranks end training at vote {step}, where the rule goes on"
+            return f"all ranks end training at vote {step}, where the rule continues"
         if go_on and ruled.ends:
-            return f"all ranks go on after vote {step}, at which the rule ends training"
+            return f"all ranks continue after vote {step}, at which the rule ends training"
     return ""
 
 
@@ -151,7 +150,7 @@ def _best(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
             return f"ranks 0 and {other} have different best checkpoints at vote {step}: {steps}"
         if bests[0] != right[step].best:
             found = f"the checkpoint of step {bests[0]} for the best at vote {step}"
-            return f"all ranks have {found}, it is that of step {right[step].best}"
+            return f"all ranks have {found}, expected that of step {right[step].best}"
     return ""
 
 
@@ -162,10 +161,10 @@ def _metric(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
         for rank, metric in enumerate(metrics):
             if not _is_same(metric, metrics[0]):
                 told_of = f"{metrics[0]!r} and {metric!r}; over all data it is {mean!r}"
-                return f"ranks 0 and {rank} are told different metrics at vote {step}: {told_of}"
+                return f"ranks 0 and {rank} receive different metrics at vote {step}: {told_of}"
         if not _is_same(metrics[0], mean):
             right_is = f"over all data it is {mean!r}"
-            return f"all ranks are told the metric {metrics[0]!r} at vote {step}, {right_is}"
+            return f"all ranks receive the metric {metrics[0]!r} at vote {step}, {right_is}"
     return ""
 
 

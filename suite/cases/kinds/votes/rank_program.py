@@ -52,7 +52,7 @@ def _vote(
             ruling = voter.vote(step, own.metric, own.weight, own.asks)
         if not isinstance(ruling, Ruling):
             what = f"{type(voter).__name__}.vote(...) gave {ruling!r:.60}"
-            raise BrokenContract(f"{what}, asked is a Ruling")
+            raise BrokenContract(f"{what}, expected a Ruling")
         noted.append(Voted(number, step, bool(ruling.ends), ruling.best, float(ruling.metric)))
         over = torch.tensor([float(ruling.ends)], device=comm.device)
         comm.all_reduce(over, "max")
