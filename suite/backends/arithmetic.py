@@ -1,4 +1,4 @@
-"""What a collective computes: requests of all ranks in, values for their outputs out.
+"""The arithmetic of a collective: takes the requests of all ranks, returns their outputs.
 
 Reductions are left folds in rank order in the tensors' own dtype, hence bitwise
 reproducible.  Every rank's own copy is written from one result, so replicas are bitwise equal.

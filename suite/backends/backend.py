@@ -1,4 +1,4 @@
-"""What the suite asks of a backend: one subclass of :class:`Backend` each, in a file of its own.
+"""The interface of a backend: each is a subclass of :class:`Backend`, in a file of its own.
 
 Reports, scenarios and the command line ask for properties.  So the module of a subclass imports
 torch, or the library behind the backend, only inside its methods.
@@ -28,7 +28,7 @@ Takes = Mapping[str, Mapping[str, Sequence[str]] | None]
 
 @dataclass(frozen=True)
 class Joining:
-    """What a rank (a thread or a process) needs to join the default process group.
+    """The data that a rank (a thread or a process) needs to join the default process group.
 
     ``rendezvous`` is a file that does not exist yet, or a store, the same for all ranks.  ``hub``
     is what :meth:`Backend.hub` made for ranks that are threads.  Calls wait at most ``timeout_s``
@@ -132,7 +132,7 @@ class Backend(ABC):
         return dict.fromkeys(range(world), ())
 
     def hub(self, world: int, timeout_s: float) -> Any:
-        """What ranks that are threads share, made before they start."""
+        """The state that ranks share if they are threads, made before they start."""
         return None
 
     def is_recording(self) -> bool:

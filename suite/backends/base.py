@@ -55,7 +55,9 @@ def blocked(call: int = 0) -> Iterator[None]:
 
 
 class Handle(dist.Work):
-    """What a call returns.  A backend supplies ``_settle`` (block until the result is there)."""
+    """The handle that a call returns. A backend supplies ``_settle`` (block until the result is
+    there).
+    """
 
     def __init__(self, request: Request) -> None:
         super().__init__()
@@ -112,7 +114,7 @@ class Handle(dist.Work):
         self.note_wait()
 
     def _taken_outside_backward(self) -> None:
-        """Nobody sees when a C++ future is waited for, so the earliest moment is recorded."""
+        """The earliest moment is recorded: the wait for a C++ future cannot be seen."""
         self.note_wait()
 
     def result(self) -> list[Tensor]:
@@ -184,7 +186,7 @@ class GroupBase(dist.ProcessGroup):
         return self._name
 
     def getGroupDesc(self) -> str:
-        """What the group is for: DeviceMesh says ``mesh_<axis>``."""
+        """The purpose of the group: DeviceMesh says ``mesh_<axis>``."""
         return self._description
 
     # torch's own properties need a C++ backend.
@@ -209,7 +211,7 @@ class GroupBase(dist.ProcessGroup):
 
     @property
     def axis(self) -> str:
-        """Mesh axis of the group, as far as torch was told."""
+        """Mesh axis of the group, if torch was given it."""
         if self._description.startswith("mesh_"):
             return self._description.removeprefix("mesh_")
         return "world" if self._description == "default_pg" else ""

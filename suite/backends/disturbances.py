@@ -25,7 +25,7 @@ Far = Callable[[Request, Sequence[int], int, Any], Any]
 
 @dataclass(frozen=True)
 class Disturbances:
-    """What to do to every call.
+    """The disturbances that every call gets.
 
     ``delay``: results appear only where the program waits for them (``in_memory``).  ``poison``:
     receive buffers hold NaN until then; also in place on ``in_memory``, where inputs are kept

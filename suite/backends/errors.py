@@ -1,4 +1,4 @@
-"""How communication fails: four causes, each told in one sentence that names ranks and calls.
+"""How communication fails: four causes, each a sentence that names ranks and calls.
 
 All derive from :class:`CommError`, so that a launcher can tell them from a rank's own error: when
 rank 2 raises ``ValueError``, the others raise :class:`RankFailed`, and the cause is the
@@ -103,6 +103,6 @@ class Absence:
     ended: bool = False
 
     def error(self, rank: int, call: str) -> CommError:
-        """What those who wait in ``call`` raise."""
+        """The error that the ranks waiting in ``call`` raise."""
         text = f"rank {rank} did not call {call}: {self.why}"
         return RankEnded(text, rank) if self.ended else CollectiveMismatch(text)

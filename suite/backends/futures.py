@@ -54,7 +54,7 @@ class RankFuture(torch.futures.Future):
             callback()
 
     def error(self) -> BaseException | None:
-        """What went wrong here or in a future that follows this one."""
+        """The error of this future or of a future that follows it."""
         errors = (child.error() for child in self._children)
         return self._error or next((error for error in errors if error is not None), None)
 

@@ -34,7 +34,7 @@ class Gloo(TorchBackend):
     remedy = "install a build of torch with distributed and gloo"
 
     def unreachable(self) -> Problem | None:
-        """What is wrong with the interface that ranks meet on."""
+        """The problem of the interface that ranks meet on."""
         return problem_of_interface(os.environ.get(INTERFACE, ""))
 
     def join(self, joining: Joining) -> None:
@@ -50,8 +50,8 @@ def loopback() -> str:
 
 
 def problem_of_interface(given: str) -> Problem | None:
-    """What is wrong with the interfaces ``given`` (separated by commas; empty: the loopback): one
-    is missing, down, or without an address.
+    """The problem of the interfaces ``given`` (separated by commas; empty: the loopback): one is
+    missing, down, or without an address.
     """
     import psutil  # only once ranks broke
 

@@ -64,7 +64,7 @@ class Noted:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank's slot says; its texts are read when they are asked for."""
+    """The content of a rank's slot; its texts are read on demand."""
 
     rank: int
     sequence: int
@@ -79,7 +79,7 @@ class Heartbeat:
 
     @property
     def exit_notice(self) -> str:
-        """How the rank was about to end its process, "" if nobody saw it."""
+        """How the rank was about to end its process; "" if that was not seen."""
         return _read_text(self.slot, _NOTICE)
 
     @property
@@ -106,12 +106,12 @@ class Heartbeat:
 
     @property
     def ended(self) -> str:
-        """How the rank has ended, "" if it goes on."""
+        """How the rank has ended; "" if it still runs."""
         return _ENDED.get(self.state, "")
 
     @property
     def event(self) -> tuple[int, int, int]:
-        """What changes whenever the rank ends, enters or leaves a call."""
+        """A value that changes whenever the rank ends, enters or leaves a call."""
         return self.sequence, self.waits, self.state
 
     @property
@@ -134,7 +134,7 @@ class Writer:
         self.state(RUNNING)
 
     def group(self, name: str) -> int:
-        """What stands for the group ``name`` that the rank makes: another one each time."""
+        """The key of the group ``name`` that the rank makes: a new one each time."""
         self._groups[name] += 1
         return zlib.crc32(f"{name}/{self._groups[name]}".encode())
 
@@ -186,7 +186,7 @@ class Writer:
     def differing(
         self, ranks: Iterable[int], group: int, number: int, digest: int
     ) -> dict[int, str]:
-        """What the members of a group call in place of this rank's call, all that have come.
+        """The calls that members of a group make in place of this rank's call, of all that arrived.
 
         Empty where none of them differs.  What seems to differ is read once more: it may be written
         at this very moment.

@@ -113,7 +113,7 @@ def _fail(error: errors.CommError) -> NoReturn:
 
 
 class _Evidence:
-    """What one rank that waits has seen of the others."""
+    """The state of the other ranks, as one waiting rank has seen it."""
 
     def __init__(self) -> None:
         self._looked, self._looks = 0.0, 0

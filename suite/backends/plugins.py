@@ -23,7 +23,7 @@ class Broken(Backend):
         self.name, self._why = name, why
 
     def available(self, world: int = 1) -> str | None:
-        """What is wrong with its entry point."""
+        """The problem of its entry point."""
         return self._why
 
     def join(self, joining: Joining) -> None:
@@ -51,7 +51,7 @@ class Backends(Mapping[str, Backend]):
         return iter({**self.own, **entry_points(GROUP)})
 
     def of_record(self, name: str) -> Backend:
-        """What a record calls ``name``; the usual properties, if no such backend is known here."""
+        """The backend that a record calls ``name``; the usual properties, if it is unknown."""
         return self.get(name) or Broken(name, f"no backend {name!r} is installed here")
 
     def __len__(self) -> int:

@@ -61,7 +61,7 @@ class Request:
         return f"{self.operation}({', '.join(words)})"
 
     def signature(self) -> tuple[object, ...]:
-        """What must agree between all ranks of a collective."""
+        """The properties that must agree between all ranks of a collective."""
         one_sided = self.operation in ("gather", "scatter")
         items = self.inputs if self.operation != "scatter" else self.outputs
         sized = self.operation in ("all_reduce", "reduce", "broadcast")
@@ -72,7 +72,7 @@ class Request:
         return self.operation, self.reduce, self.root, shapes, outputs
 
     def agreed(self) -> str:
-        """What must be equal in the calls of all ranks, sizes included, in words."""
+        """The properties that must be equal in the calls of all ranks, sizes included, in words."""
         if self.operation in _UNEQUAL:
             every = self.outputs if self.operation == "scatter" else self.inputs
             dtypes = {_name(t.dtype) for item in every for t in item}

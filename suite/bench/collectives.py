@@ -1,4 +1,4 @@
-"""Collectives timed beside each other: the backend's own, and the suite's over send and recv.
+"""Collectives timed side by side: the backend's own, and the suite's over send and recv.
 
 All systems take turns in the same ranks: in each round every size is timed for one after the other,
 in an order that is drawn anew.  The time of a call is that of the slowest rank;
@@ -38,7 +38,7 @@ Seconds = list[list[list[float]]]
 
 @dataclass(frozen=True)
 class Request:
-    """What to time.  ``algorithms``: these of the suite's (empty: all that serve the world)."""
+    """The calls to time. ``algorithms``: these of the suite's (empty: all that serve the world)."""
 
     backend: str = USUAL_PROCESSES
     world: int = 2
@@ -73,7 +73,7 @@ class Request:
 
 
 def together(request: Request, ranks: Sequence[Seconds]) -> list[Timed]:
-    """What the ``ranks`` measured: of each call the slowest."""
+    """The times that the ``ranks`` measured: of each call the slowest."""
     timed = []
     for place, (operation, algorithm) in enumerate(request.systems):
         slowest = {
@@ -87,7 +87,7 @@ def together(request: Request, ranks: Sequence[Seconds]) -> list[Timed]:
 
 
 def measure(request: Request, rank: int) -> Seconds:
-    """What one rank measures; the first round warms up, and does not count."""
+    """The times of one rank; the first round warms up and does not count."""
     torch.set_num_threads(1)
     pin(rank, request.world, BACKENDS[request.backend].threads)
     axes = replicas(request.world)

@@ -1,4 +1,4 @@
-"""Times of two runs or machines beside each other, for ``compare`` and ``gate``.
+"""Times of two runs or machines side by side, for ``compare`` and ``gate``.
 
 Compared are ratios that each run measured by itself (:mod:`shardproof.bench.ratios`), so hardware
 may differ.
@@ -103,7 +103,7 @@ class Timing:
 
     @property
     def message(self) -> str:
-        """What the gate says of it."""
+        """The finding of the gate."""
         share = f"{math.expm1(self.margin):.1%}"
         changed = f"{self.ratio} changed by x{_shown(self.change)}"
         return f"{self.words}: {changed}, margin {share}{self.note}"
@@ -229,7 +229,7 @@ def _text(one: snapshot.Entry | None, ratio: str, time: Timing | None, is_apart:
 
 
 def _in_order(columns: Sequence[snapshot.Snapshot]) -> dict[str, snapshot.Entry]:
-    """Timed results by name, those that differ in nothing but ranks by their number."""
+    """Timed results as name -> lines; results that differ in nothing but ranks, by their number."""
     found: dict[str, snapshot.Entry] = {}
     for run in columns:
         for name, entry in sorted(
@@ -248,7 +248,7 @@ def _title(ratio: str, entry: snapshot.Entry) -> str:
 
 
 def _what(name: str, entry: snapshot.Entry) -> tuple[str, str, str]:
-    """What was timed, on which backend, by how many ranks."""
+    """The timed subject, its backend and its number of ranks."""
     parts = name.split("::")
     workload = f", {parts[-1]}" if len(parts) > 3 else ""
     what = f"{entry.implementation} ({parts[1]}{workload})" if len(parts) > 1 else name

@@ -147,7 +147,7 @@ def write_times(folder: run_folder.RunFolder, subject: str, rows: Sequence[stats
 
 
 def load_times(path: Path) -> list[stats.TimedStep]:
-    """What :func:`write_times` wrote.
+    """The times that :func:`write_times` wrote.
 
     :raises RecordError: a file that cannot be read.
     """

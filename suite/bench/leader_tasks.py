@@ -1,4 +1,4 @@
-"""What leaders do for a bench session: they start fresh ranks and return an ``answer`` or a
+"""The tasks of leaders for a bench session: they start fresh ranks and return an ``answer`` or a
 ``problem``, as plain data.
 """
 
@@ -34,7 +34,7 @@ class LaunchFailed(Exception):
 
 @dataclass(frozen=True)
 class Timed:
-    """What the ranks of a timed launch returned, and the step that was watched before, if any."""
+    """The results of the ranks of a timed launch, and the step that was watched before, if any."""
 
     ranks: list[subjects.RankTimes]
     watched: subjects.WatchedStep | None = None
@@ -76,7 +76,7 @@ def _answering(work: Callable[[P], object]) -> Callable[[P], Any]:
 
 
 def examine(task: Examination) -> Any:
-    """What sides declare (:class:`Answer`), without running them; and the number of GPUs."""
+    """The declarations of sides (:class:`Answer`), without running them; and the number of GPUs."""
     gpus = cuda.count() if BACKENDS[task.backend].device == "cuda" else None
     where = task.backend, task.dtype, task.world
     sides = {
@@ -154,7 +154,7 @@ def time_collectives(task: tuple[Request, Path]) -> Sequence[collective_times.Ti
 
 
 class Where(Protocol):
-    """What ranks are started with; ``deadline`` is in CPU seconds of one."""
+    """The launch of ranks; ``deadline`` is in CPU seconds of one."""
 
     @property
     def backend(self) -> str: ...
@@ -171,7 +171,7 @@ def on_ranks(
     program: Callable[[int], T],
     ledgers: bool = False,
 ) -> list[T]:
-    """What ``program(rank)``, of type ``kind``, returns on each of the fresh ranks of ``run``.
+    """The result of ``program(rank)``, of type ``kind``, from each of the fresh ranks of ``run``.
 
     On the nodes that this machine is the head of, if it is one: ``program`` is pickled then.
 

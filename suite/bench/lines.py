@@ -53,7 +53,7 @@ class Interval(StoredModel):
 
 
 class Twin(Interval):
-    """A beside its own twin; ``blocks_needed`` give a half-width of 5 %."""
+    """A compared with its own twin; ``blocks_needed`` give a half-width of 5 %."""
 
     sd: float
     blocks: int
@@ -91,7 +91,7 @@ class Efficiency(Interval):
 
 
 class InReport(StoredModel):
-    """What becomes of a comparison beside all others of a report (Holm)."""
+    """The verdict of a comparison among all others of a report (Holm)."""
 
     p: float
     p_holm: float
@@ -110,7 +110,7 @@ class GpuFigures(StoredModel):
 
 
 class Summary(StoredModel):
-    """What was seen of ranks and GPUs; ``resident_bytes`` are the most."""
+    """The telemetry of ranks and GPUs; ``resident_bytes`` are the most."""
 
     samples: int
     resident_bytes: int | None
@@ -186,7 +186,7 @@ class Probes(StoredModel):
 
 
 class PairProbes(StoredModel):
-    """What the scorecards of both sides are made of; no ``machine`` where neither can be scored."""
+    """The input of both scorecards; no ``machine`` where neither side can be scored."""
 
     sides: Mapping[str, SideProbes | NoFigures]
     machine: Machine | None = None
@@ -203,10 +203,10 @@ class PairProbes(StoredModel):
 
 
 class CellProbes(Probes, ProbedStep):
-    """What ``world`` ranks probed: seconds to the gradients by samples of a rank, those of the
-    ``update`` after, and the step of a rank with its share of the batch.  ``nodes``: over how many,
-    of ``ranks_per_node`` consecutive ranks each (0: nobody told).  ``schedule``: of their pipeline
-    (``None``: there is none, or nobody told).
+    """The probes of ``world`` ranks: seconds to the gradients by samples of a rank, those of the
+    ``update`` after, and the step of a rank with its share of the batch. ``nodes``: over how many,
+    of ``ranks_per_node`` consecutive ranks each (0: unknown). ``schedule``: of their pipeline
+    (``None``: there is none, or it is unknown).
     """
 
     world: int
@@ -218,7 +218,7 @@ class CellProbes(Probes, ProbedStep):
 
 
 class Modelled(StoredModel):
-    """A modelled efficiency, or the ``problem``; the parts of its prediction stand beside it."""
+    """A modelled efficiency, or the ``problem``; with the parts of its prediction."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="allow")
 
@@ -228,7 +228,7 @@ class Modelled(StoredModel):
 
 
 class Line(StoredModel):
-    """What all lines about times have in common.
+    """The fields that all lines about times have in common.
 
     ``problem`` is (verdict, reason) of what broke; ``losses`` are those of the first steps by side;
     ``times`` is the file of raw times.
@@ -243,7 +243,7 @@ class Line(StoredModel):
 
 
 class Judgement(StoredModel):
-    """What is judged from raw times; ``trained_alike`` is ``None`` where nobody knows."""
+    """The figures judged from raw times; ``trained_alike`` is ``None`` where it is unknown."""
 
     verdict: str
     reason: str = ""

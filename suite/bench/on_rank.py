@@ -1,4 +1,4 @@
-"""What a timed rank needs: cores of its own, and a clock where the work is done.
+"""The resources of a timed rank: cores of its own, and a clock where the work is done.
 
 Where two ranks share a core for 50 to 100 ms, A/A half-widths double
 (results/evidence/bench-calibration.md).

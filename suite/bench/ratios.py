@@ -35,7 +35,8 @@ Verdict = Literal["faster", "slower", "same", "small difference", "inconclusive"
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the blocks say of A's time over B's; ``mean``, ``low``, ``high``, ``sd`` in log units.
+    """The estimate of A's time over B's from blocks; ``mean``, ``low``, ``high``, ``sd`` in log
+    units.
 
     ``p`` is that of the sign-flip permutation, exact if ``exact``; ``None`` below 6 blocks, where
     it cannot get under 0.05.
@@ -87,7 +88,7 @@ def t_quantile(confidence: float, freedom: float) -> float:
 
 
 def verdict(estimated: Estimate, least: float) -> Verdict:
-    """The verdict on A beside B, where differences below ``least`` (log units) do not matter."""
+    """The verdict on A against B, where differences below ``least`` (log units) do not matter."""
     if estimated.differs:
         if abs(estimated.mean) >= least:
             return "slower" if estimated.mean > 0 else "faster"

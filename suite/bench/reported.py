@@ -1,4 +1,4 @@
-"""What the reports of a run say of times: its sections, and what is left open."""
+"""The part of a run's reports about times: its sections, and undecided results."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Measured:
-    """What a comparison or a cell has measured so far; complete or not, it can be judged.
+    """The measurements of a comparison or a cell so far; complete or not, it can be judged.
 
     ``meshes`` and ``strategies`` are by side; ``on_threads``: every side also runs where bytes are
     counted exactly.  ``records`` are what ranks returned, one list a launch; ``problem`` is
@@ -213,7 +213,7 @@ class Session(ExitStack):
             measured.memory = Memory(kind="ledger", a=a, b=b, ratio=a / b)
 
     def run_alone(self, measured: Measured) -> None:
-        """Each side in passes of its own that nobody times: bytes."""
+        """Each side in untimed passes of its own: bytes."""
         if BACKENDS[measured.subject.backend].threads:
             return
         for letter in subjects.LETTERS:
@@ -226,7 +226,7 @@ class Session(ExitStack):
     def _sampler(
         self, measured: Measured, workdir: Path, also: Callable[[], None] = lambda: None
     ) -> telemetry.Sampler:
-        """Who looks at the ranks of ``workdir``, and at GPUs if these compute there, and calls
+        """The watcher of the ranks of ``workdir``, and of GPUs if these compute there; calls
         ``also`` each time.
         """
         backend = measured.subject.backend
@@ -237,7 +237,7 @@ class Session(ExitStack):
         return sampler
 
     def score(self, measured: Measured) -> None:
-        """Both sides beside their predictions, probed in a launch of its own."""
+        """Both sides with their predictions, probed in a separate launch."""
         backend = measured.subject.backend
         others, letters = {}, []
         for letter in subjects.LETTERS:
@@ -426,7 +426,7 @@ def cell_launch(
     together: bool,
     at_once: int = 0,
 ) -> subjects.Launch:
-    """One rank and N ranks on ``mesh``; without ``together`` one rank alone, beside an idle second
+    """One rank and N ranks on ``mesh``; without ``together`` one rank alone, with an idle second
     one (or as many as the axes have whose sizes stay).
 
     The model is probed in the first launch, where its formulas know the backend; ``at_once`` of the

@@ -40,7 +40,7 @@ DTYPES = tuple(LOSS_TOLERANCE)
 
 
 def default_optimizer(name: str) -> OptimizerSpec:
-    """What both sides build theirs from; every side runs the same kernel (``foreach=False``)."""
+    """The common input of both sides; every side runs the same kernel (``foreach=False``)."""
     return OptimizerSpec(name=name, lr=0.1 if name == "sgd" else 1e-3)  # type: ignore[arg-type]
 
 
@@ -241,7 +241,7 @@ class Faults(list[Problem]):
 
     @contextmanager
     def at(self, path: Path, node: Node, *place: str | int) -> Iterator[None]:
-        """What the block raises about input belongs to ``place`` in the file."""
+        """Errors that the block raises about input get the ``place`` in the file."""
         try:
             yield
         except InputError as error:

@@ -1,4 +1,4 @@
-"""What is timed, as plain data: pairs and cells, what ranks are asked for, and what they return.
+"""The subjects of timing, as plain data: pairs and cells, requests to ranks, and their answers.
 
     Pair, Cell     from scenarios or the command line
     SideRun        one side of them in training, as every rank of a launch knows it
@@ -69,7 +69,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Stored, ABC):
-    """What a pair and a cell have in common; both travel to leaders as JSON.
+    """The common part of a pair and a cell; both travel to leaders as JSON.
 
     ``workload`` is that of a step of all ranks.  ``deadline`` is in seconds, of a launch.
     """
@@ -275,7 +275,7 @@ class SideRun:
         )
 
     def facts(self) -> ModelFacts:
-        """What cost formulas may know of it (imports torch)."""
+        """The facts that cost formulas may know of it (imports torch)."""
         from shardproof.costs.expression import facts_of
 
         return facts_of(self.case()).model_facts
@@ -339,7 +339,7 @@ class AloneSteps:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """What the probes of one rank found in one of its groups, of so many ``ranks``.
+    """The probes of one rank in one of its groups, of so many ``ranks``.
 
     ``collectives`` are (operation, payload bytes, seconds of each sweep), ``used`` wall and CPU
     seconds by operation.
@@ -352,8 +352,8 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class ProbeRecord:
-    """What the probes of one rank found, sweep by sweep: in its groups, by axis (of all ranks under
-    ``""``; all groups of an axis were measured at once), and rates in FLOP/s and bytes/s.
+    """The probes of one rank, sweep by sweep: in its groups, by axis (of all ranks under ``""``;
+    all groups of an axis were measured at once), and rates in FLOP/s and bytes/s.
     """
 
     groups: dict[str, GroupRecord]
@@ -364,8 +364,8 @@ class ProbeRecord:
 @dataclass(frozen=True)
 class Call:
     """``count`` calls of ``operation`` that a rank makes in a step, in groups of ``ranks`` ranks;
-    ``bytes`` is the payload of each (the mean: the model is linear).  ``axis``: as the traffic
-    ledger names it; empty: nobody told.
+    ``bytes`` is the payload of each (the mean: the model is linear). ``axis``: as the traffic
+    ledger names it; empty: unknown.
     """
 
     operation: str
@@ -394,7 +394,7 @@ class WatchedStep:
 
 @dataclass(frozen=True)
 class RankRounds:
-    """What a rank measured of some runs in rounds: each without traffic and with it.
+    """The measurements of a rank for some runs in rounds: each without traffic and with it.
 
     ``together`` are seconds by run, round and step.
     """
@@ -409,7 +409,7 @@ class RankRounds:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What all ranks measured, and the watched step of each run (of rank 0)."""
+    """The measurements of all ranks, and the watched step of each run (of rank 0)."""
 
     watched: list[WatchedStep]
     measured: list[RankRounds]
@@ -417,7 +417,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class RankCounts:
-    """What a rank counted where saves or loads were timed, in bytes.
+    """The bytes that a rank counted where saves or loads were timed.
 
     ``above``: by side, the most resident memory during a save above that before it (none where the
     system does not tell).  ``largest``: a whole tensor of A.  ``needed`` and ``read``: what this
@@ -433,7 +433,7 @@ class RankCounts:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What a rank returns at the end of a timed launch, by side; step times are in its file.
+    """The result of a rank at the end of a timed launch, by side; step times are in its file.
 
     ``losses`` are those of the first steps (``None``: this rank does not learn it),
     ``coordinates`` data coordinates (``None``: it has no part in the side), ``targets`` those of
@@ -456,7 +456,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class AloneRecord:
-    """What one side took of a rank that ran nothing else.
+    """The resources that one side took of a rank that ran nothing else.
 
     ``resident`` is the growth of resident memory (bytes) since before the set-up, allocators,
     groups and libraries included; ``allocator`` is ``None`` without a GPU.

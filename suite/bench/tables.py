@@ -83,7 +83,7 @@ def by_family(lines: Sequence[PairLine]) -> Table:
 
 
 def beside(line: PairLine) -> list[str]:
-    """What :data:`HEADINGS` has and :data:`NARROW` has not, in lines."""
+    """The columns of :data:`HEADINGS` that :data:`NARROW` omits, in lines."""
     if line.figures is None:
         return []
     texts = dict(zip(HEADINGS, *rows([line]), strict=True))
@@ -199,7 +199,7 @@ def _scorecards(line: PairLine) -> list[str]:
 
 
 def lost(lines: Sequence[PairLine]) -> str:
-    """A sentence if a difference of a comparison does not stand beside the others."""
+    """A sentence if a difference of a comparison is not significant among the others."""
     from shardproof.bench import stats
 
     family = stats.family(lines)

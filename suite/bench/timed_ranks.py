@@ -1,4 +1,4 @@
-"""What a rank does in a timed launch: its sides live in the same ranks and take turns in blocks.
+"""The program of a rank in a timed launch: its sides share the ranks and take turns in blocks.
 
     set up     each side on a mesh (hence process groups) of its own, the same batches
     warm-up    each side in turn, until all its ranks agree that it is over
@@ -172,7 +172,7 @@ class Writer:
 
 
 class _Probing:
-    """What the model of a step asks of this rank, block by block."""
+    """The probes that the model of a step needs from this rank, block by block."""
 
     def __init__(
         self, launch: subjects.Launch, watched: subjects.WatchedStep, control: Comm, rank: int
@@ -233,7 +233,7 @@ def memory(of_side: subjects.SideRun, rank: int) -> int:
 
 
 def alone(of_side: subjects.SideRun, rank: int) -> subjects.AloneRecord:
-    """What the side takes of this rank, a process of its own, while nobody times it."""
+    """The untimed resources of the side on this rank, a process of its own."""
     on_gpu = backends.BACKENDS[of_side.backend].device == "cuda"
     arm = Arm(of_side, rank)
     before = psutil.Process().memory_info().rss

@@ -1,4 +1,4 @@
-"""What this wing adds to the core: ``shardproof bench``, its results, and its scenario files."""
+"""The contribution of this wing: ``shardproof bench``, its results, and its scenario files."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Bench(Wing):
         return evidence.verify(run)
 
     def after_merge(self, folder: Any) -> None:
-        """Write what becomes of each comparison beside all others."""
+        """Write the verdict of each comparison among all others."""
         from shardproof.bench.evidence import keep_report
 
         keep_report(folder)

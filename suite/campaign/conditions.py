@@ -1,4 +1,4 @@
-"""What three conditions at once are made of: state, traits, the optimizer, events, features.
+"""The parts of three conditions at once: state, traits, the optimizer, events, features.
 
 Most faults that nobody had seen needed two or three conditions together.  A *condition* is one of
 them, of one of five kinds; a triple takes three conditions of three kinds.  A condition counts only

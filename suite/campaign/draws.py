@@ -118,7 +118,7 @@ def _is_of(case: Case, patterns: Sequence[str]) -> bool:
 
 
 def variations_of(patterns: Sequence[str]) -> Variations:
-    """What a campaign varies: all that is shipped, or the cells of classes of one's own.
+    """The cases that a campaign varies: all shipped systems, or the cells of your own classes.
 
     :raises SelectionError: a class that cannot be loaded, or that stands beside names.
     """

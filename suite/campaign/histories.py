@@ -93,7 +93,7 @@ def numbered_case(number: int, seed: int) -> Case:
 
 
 def _into(source: random.Random, case: Case) -> tuple[Mapping[str, Any], str]:
-    """Who loads what ``case`` saves, as scenarios give it, and that in a word."""
+    """The restoring system of ``case``, in the form of scenarios, and a word for it."""
     kind = source.choice(("same", "mesh", "mesh", "system", "system", "precision"))
     if "compress" in case.options:
         kind = "same"  # what is lost hangs on the shape
@@ -124,7 +124,7 @@ def _into(source: random.Random, case: Case) -> tuple[Mapping[str, Any], str]:
 
 
 def _fits(system: System, setup: Setup, case: Case) -> bool:
-    """Whether ``setup`` can go on with what ``case`` trains."""
+    """Whether ``setup`` can continue with the state that ``case`` trains."""
     spec = case.workload
     if spec.name not in system.workloads or case.lane not in (*system.lanes, "dyadic"):
         return False

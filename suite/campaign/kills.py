@@ -147,7 +147,7 @@ class Clean:
         self.alarms: list[str] = []
 
     def planted(self, mutants: Sequence[Any]) -> list[RandomKill] | None:
-        """What became of each; ``None``: time ran out before that was known."""
+        """The outcome of each; ``None``: time ran out before it was known."""
         found: dict[str, RandomKill] = {}
         most = max(len(self._cases[mutant.parent]) for mutant in mutants)
         for index in range(most):

@@ -146,8 +146,8 @@ def of_fsdp(setup: Setup) -> bool:
 
 
 def as_fsdp1(setup: Setup, policy: Policy) -> bool:
-    """What FSDP1 insists on: no batch norms, and micro-batches are added up in no narrower dtype
-    than ranks.
+    """The limits of FSDP1: no batch norms, and micro-batches are added up in no narrower dtype than
+    ranks.
     """
     if setup.workload == NORMED:
         return not policy
@@ -231,7 +231,7 @@ def upstream_splits(setup: Setup) -> bool:
 
 
 def clean_shapes(setup: Setup) -> bool:
-    """To infer shapes torch feeds batch norms with memory that nobody has written."""
+    """A reason to avoid batch norms: to infer shapes torch feeds them unwritten memory."""
     return setup.workload != NORMED or setup.options["shapes"] == "given"
 
 

@@ -198,7 +198,7 @@ def of_ones_own(names: Sequence[str]) -> Variations:
 
 
 class Variations:
-    """What cases can be varied into, every pair of a trigger and a feature that they have alike."""
+    """The variations of cases: every pair of a trigger and a feature that they have alike."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         self.cases = cases
@@ -238,5 +238,5 @@ class Variations:
 
 
 def _is_ours(case: Case) -> bool:
-    """What is wrong with systems of others is found by hand, and told under xfail."""
+    """Known defects of other systems are found by hand, and listed under xfail."""
     return case.implementation.startswith("reference/") or registry.is_foreign(case.implementation)

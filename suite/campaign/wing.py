@@ -1,4 +1,4 @@
-"""What this wing adds to the core: random clean cases for ``run``, ``mutants`` and ``list``."""
+"""The contribution of this wing: random clean cases for ``run``, ``mutants`` and ``list``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A factor that several numbers of a case may be is told apart by one more run.
+"""Resolve a factor that several numbers of a case may be, with one more run.
 
 On 2 ranks with 2 micro-batches a gradient that is half of the true one was divided by either.  The
 same system with 3 micro-batches leaves one of them.  On a mesh of 2 x 2, which has two axes of one

@@ -55,7 +55,7 @@ def _uncovered(expected: Iterable[Place], rows: list[ComparisonRow]) -> str:
 
 
 def _expected(figures: Figures) -> Iterator[Place]:
-    """What must have been compared: parameters at all times, and whatever else was observed."""
+    """The tensors that must have been compared: parameters always, and all others observed."""
     names = figures.workload.parameter_names
     yield from ((-1, "initial parameters", name) for name in names)
     if figures.declaration.oracle == "replay":

@@ -87,7 +87,7 @@ def parent_case(own: Case, parent: str) -> Case:
 
 
 def why_not_killed(pair: PlantedPair, own: CaseResult | None, parent: CaseResult | None) -> str:
-    """Why the mutant's result beside its parent's is no kill; empty: it is one.
+    """Why the mutant's result is no kill, given its parent's; empty: it is one.
 
     At depth family any check that fails is a kill: those of exact bytes and layouts are not asked.
     Of the mutant this needs what a line of its kill has, too.
@@ -185,7 +185,7 @@ def run_mutants(
     on_account: OnAccount | None = None,
     course: Course = WHOLE,
 ) -> list[Kill]:
-    """Run every mutant beside its parent and say which were killed; the rest as ``run_cases``.
+    """Run every mutant and its parent, and return which were killed; the rest as ``run_cases``.
 
     Where time may run out every pair of check and class comes first.
     """

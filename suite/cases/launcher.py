@@ -109,8 +109,8 @@ class Work(ABC):
 
     @abstractmethod
     def train_oracle(self, left: Left, cache: Path) -> Truth:
-        """What the records are compared with; oracles that several cases share lie in ``cache``."""
+        """The reference for the records; oracles that several cases share lie in ``cache``."""
 
     @abstractmethod
     def evidence(self, left: Left, truth: Truth) -> Evidence:
-        """What the checks look at."""
+        """The input of the checks."""

@@ -46,7 +46,7 @@ _HELD = ("pass", WORKING_PRECISION_ONLY)
 
 @dataclass(frozen=True)
 class CaseTask:
-    """What a leader is given: ``workdir`` is made for this case, ``oracles`` are shared by all.
+    """The input of a leader: ``workdir`` is made for this case, ``oracles`` are shared by all.
 
     ``host``: where its ranks run.
     """
@@ -125,7 +125,7 @@ def judge_case(
 
 
 def _again(folder: Path, cache: Path, host: RankHost, other: Case) -> Evidence | None:
-    """What another run of the system leaves, for a sentence alone: no check decides by it."""
+    """The evidence of another run of the system, for a sentence alone: no check decides by it."""
     folder.mkdir(exist_ok=True)
     return _evidence(Account(other), Launcher(folder, host, cache))
 
@@ -145,7 +145,7 @@ def _note_end(account: Account, error: Exception) -> None:
 def _fault_of_machine(
     account: Account, result: CaseResult, launcher: Launcher, since: float
 ) -> str:
-    """What of this machine, not of the system, broke the case; empty: nothing is known to have.
+    """The fault of this machine, not of the system, that broke the case; empty: none is known.
 
     ``since``: when the case began.
 

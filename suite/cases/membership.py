@@ -1,4 +1,4 @@
-"""Who takes part: ranks that join, leave and die, and ranks that get no data.
+"""The members of each step: ranks that join, leave and die, and ranks that get no data.
 
 Most systems have the same members in every step, each with a share of the batch; for them this is
 one mesh of all ranks.  Only elastic systems (``Case.membership``, ``Case.deaths``) and systems with

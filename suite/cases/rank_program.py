@@ -1,4 +1,4 @@
-"""What one rank does in one case: set the implementation up, drive its steps, record what it holds.
+"""The program of one rank in one case: set up the implementation, drive its steps, record state.
 
 Runs inside a rank (a thread or a process), started by ``launch/ranks.py`` or by torchrun; out comes
 a :class:`~shardproof.evidence.records.RankRecord`.  Observation points copy the rank's pieces;
@@ -159,7 +159,7 @@ class _Rank:
             record.events, record.actions = self.log.events, self.log.actions
 
     def _state(self, other: bool) -> Mapping[str, Tensor] | None:
-        """What a rank is set up from; ranks that expect a broadcast get nothing.
+        """The input of a rank's setup; ranks that expect a broadcast get nothing.
 
         ``other``: a state that training never has, so that what is loaded over it shows.
         """
@@ -261,7 +261,7 @@ class _Rank:
         return self.memory.paused() if self.memory else nullcontext()
 
     def _unseen(self) -> AbstractContextManager[object]:
-        """The suite copies inside, and nobody keeps what it makes."""
+        """Mark copies of the suite, which are not kept."""
         return self.memory.unseen() if self.memory else nullcontext()
 
     def _holds(self, kinds: tuple[Kind, ...], point: str = "") -> Pieces:
@@ -281,7 +281,7 @@ class _Rank:
                 raise BrokenContract(f"{name}.local_state: {error}") from error
 
     def _pieces(self, kinds: tuple[Kind, ...]) -> Local:
-        """What the system shows of ``kinds``."""
+        """The state of ``kinds`` that the system shows."""
         assert self.implementation is not None
         return {kind: answers.pieces(self.implementation, kind, self.rank) for kind in kinds}
 
@@ -313,7 +313,7 @@ class _Rank:
         with self._unseen():
             like = {kind: before[kind].likeness(after[kind]) for kind in self.loaded}
         changed = [kind for kind, how in like.items() if how == "changed"]
-        retold = [kind for kind, how in like.items() if how == "told otherwise"]
+        retold = [kind for kind, how in like.items() if how == "recut"]
         return [Evaluation(step, share, loss, [*changed], [*retold])]
 
     def _full_state(self) -> dict[str, TensorDigest] | None:
@@ -482,7 +482,7 @@ class _WatchedBuild:
 
 
 def workload_facts(workload: Workload) -> records.WorkloadFacts:
-    """What the checks need to know of the workload."""
+    """The facts about the workload that the checks need."""
     return records.WorkloadFacts(
         zero_gradient=workload.zero_gradient,
         parameter_names=list(workload.parameter_names),

@@ -38,7 +38,7 @@ def require(cases: Sequence[Case], jobs: int) -> None:
 
 
 def bytes_of(case: Case, elements: dict[str, int]) -> int:
-    """What its ranks leave at most; ``elements``: of the models that were counted before."""
+    """The most that its ranks leave; ``elements``: of the models that were counted before."""
     if case.workload.name not in workloads.WORKLOADS:  # it trains none, or a user's own
         return TASK_BYTES
     name = f"{case.workload.name} {case.workload.params}"

@@ -57,8 +57,8 @@ Judge = Callable[[Iterable[Case]], Generator[Judged, None, None]]
 
 @dataclass(frozen=True)
 class Course:
-    """When cases are started: none any more once ``stop_after`` seconds are over or ``enough`` says
-    so; ``on_start`` is told each.
+    """When cases start: no more once ``stop_after`` seconds are over or ``enough`` says so;
+    ``on_start`` gets each.
     """
 
     stop_after: float | None = None
@@ -81,7 +81,7 @@ class CaseHost(ABC):
     @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What ``run.json`` tells of them."""
+        """Their entry in ``run.json``."""
 
     @abstractmethod
     def judge(self, cases: Iterable[Case]) -> Generator[Judged, None, None]:
@@ -155,8 +155,8 @@ class Session:
                 yield Judged(end.payload.case, *_result_of(end))
 
     def _host(self, case: Case) -> RankHost:
-        """Where its ranks run.  Those of a planted fault, or of a user's own system, serve no other
-        case, nor do those that MPI leaves with messages which nobody received.
+        """The place where its ranks run. Those of a planted fault, or of a user's own system, serve
+        no other case, nor do those that MPI leaves with unreceived messages.
         """
         backend = BACKENDS[case.backend]
         if self._nodes is not None and (needed(case) or not backend.threads):

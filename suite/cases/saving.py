@@ -1,4 +1,4 @@
-"""How one rank saves and loads, and what it shows of that beside its pieces.
+"""How one rank saves and loads, and which state it shows apart from its pieces.
 
 That is the states of generators, progress in the data, which the caller saves as ``extra``, and
 which names are one tensor.
@@ -61,7 +61,8 @@ class Saving:
         return {name: tensor_bytes.digest(state) for name, state in states.items()}
 
     def after_step(self, system: Implementation, done: int) -> None:
-        """Save, if the plan says so, when ``done`` steps are; nobody waits for the end of it.
+        """Save after ``done`` steps if the plan asks for it, without waiting for the end of the
+        save.
 
         Where a fault is to come, the saves before are committed: there is something to load.
         """
@@ -89,7 +90,7 @@ class Saving:
         self._under_way.clear()
 
     def load(self, system: Implementation) -> Loaded:
-        """Load; the step to go on with is the one that is returned as progress, if it can be."""
+        """Load; the step to resume from is the returned progress, if that is possible."""
         before, ties = self.draws(), self._ties()
         with self._between("load"):
             extra = answers.extra(system, system.load(self._from))
@@ -97,7 +98,7 @@ class Saving:
         return Loaded(self._agreed(extra), extra, before, parted)
 
     def _agreed(self, extra: Any) -> int:
-        """The earliest step that a rank would go on with: with several, ranks would wait for ever.
+        """The earliest step that a rank would resume from: with several, ranks would wait for ever.
 
         One that was never saved is told by the check; training goes on where it should.
         """

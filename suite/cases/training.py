@@ -179,7 +179,7 @@ class TrainingWork(Work):
 
 
 def _own_costs(system: type[Implementation], evidence: Evidence) -> OwnCosts | None:
-    """What the cost model that the class brings promises in this case, at depth ``own``."""
+    """The promises of the class's own cost model in this case, at depth ``own``."""
     facts = evidence.model_facts
     if evidence.depth != "own" or facts is None:
         return None
@@ -203,7 +203,7 @@ def train(
 def beside(
     launcher: Launcher, case: Case, name: str, what: str, collect: Collect
 ) -> tuple[Beside, list[RankOutcome]]:
-    """Run ``case`` beside the first run, and how its ranks ended; ``what`` it is, in words."""
+    """Run ``case`` in addition to the first run; how its ranks ended. ``what`` describes it."""
     if launcher.host.cannot_again:
         return Beside(skip=launcher.host.cannot_again), []
     try:
@@ -233,7 +233,7 @@ def without_oracle(base: Evidence) -> Collect:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What every rank does; where ranks were not forked they make the workload anew."""
+    """The program of every rank; ranks that were not forked build the workload again."""
 
     case: Case
     workload: Workload

@@ -130,7 +130,7 @@ def _decided(account: Account) -> CaseResult:
 
 
 def _judged(account: Account, names: Iterable[str]) -> list[Outcome]:
-    """What the checks ``names`` say of the figures, audited."""
+    """The outcomes of the checks ``names`` on the figures, audited."""
     figures = account.figures
     assert figures is not None
     return [audited(_run_check(name, figures), figures) for name in names]
@@ -175,7 +175,7 @@ def _excluded(declaration: Declaration, account: Account) -> str:
 
 
 def problem_of(declaration: Declaration) -> str:
-    """What a system says of itself that means nothing; empty: nothing."""
+    """A declaration of the system that has no meaning; empty: none."""
     try:
         parse(declaration.loss_factor)
     except FormulaError as error:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, in sentences, tables and a digest; and how two differ."""
+"""The content of a checkpoint, in sentences, tables and a digest; and how two differ."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def size(checkpoint: Checkpoint) -> str:
 
 
 def sentences(checkpoint: Checkpoint) -> Iterator[str]:
-    """Who saved what, a line each."""
+    """The system that saved each checkpoint, a line each."""
     manifest, about = checkpoint.manifest, checkpoint.manifest.about
     mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in about.mesh.items())
     yield f"{checkpoint.folder}: {manifest.kind}, {size(checkpoint)}"
@@ -105,7 +105,7 @@ def of_tensors(one: Checkpoint, two: Checkpoint) -> Table:
 
 
 def _of_name(one: Checkpoint, two: Checkpoint, kind: str, name: str) -> Iterator[tuple[str, ...]]:
-    """What rows say of the copies of a name behind it."""
+    """The note on copies that follows a name in rows."""
     empty = "", "", ""
     first, second = (checkpoint.copies.get((kind, name)) for checkpoint in (one, two))
     if not first or not second:
@@ -124,7 +124,7 @@ def _of_name(one: Checkpoint, two: Checkpoint, kind: str, name: str) -> Iterator
 def _elements(
     one: Checkpoint, two: Checkpoint, kind: str, name: str, a: int, b: int
 ) -> tuple[str, ...] | None:
-    """What a row says of two tensors of one shape, or nothing if all bits are equal."""
+    """The note on two tensors of one shape, or nothing if all bits are equal."""
     first: str | None = None
     sums = [0.0, 0.0, 0.0]
     shape = one.copies[kind, name][a][0].place.shape

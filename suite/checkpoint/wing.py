@@ -1,4 +1,4 @@
-"""What this wing adds to the core: the commands ``shardproof checkpoint``."""
+"""The contribution of this wing: the commands ``shardproof checkpoint``."""
 
 from __future__ import annotations
 

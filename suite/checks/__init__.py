@@ -79,7 +79,7 @@ class Worst:
 
 
 def against(error: float, bound: float, unit: str = "") -> str:
-    """An error beside its bound; a bound of 0 without a unit counts elements of other bits."""
+    """An error with its bound; a bound of 0 without a unit counts elements of other bits."""
     if not bound and not unit:
         return f"{error:.0f} elements differ, expected equal bits"
     return f"error {error:.3g} against bound {bound:.3g} {unit}".rstrip()
@@ -87,7 +87,7 @@ def against(error: float, bound: float, unit: str = "") -> str:
 
 @dataclass
 class Outcome(Stored):
-    """What one check says of one case; ``figures`` are for people, in their stored form."""
+    """The outcome of one check of one case; ``figures`` are for people, in their stored form."""
 
     check: str
     status: Status
@@ -118,7 +118,7 @@ def weighs(case: Case, declaration: Declaration) -> bool:
 
 
 def measure(name: str, evidence: Evidence) -> list[ComparisonRow]:
-    """What check ``name`` measures of the tensors (nothing, for most)."""
+    """The rows that check ``name`` measures of the tensors (nothing, for most)."""
     check = _module(name)
     if lacking(check.NEEDS, evidence.case, evidence.declaration):
         return []
@@ -127,7 +127,7 @@ def measure(name: str, evidence: Evidence) -> list[ComparisonRow]:
 
 
 def decide(name: str, figures: Figures) -> Outcome:
-    """What check ``name`` says of figures whose ``compared`` holds what it measured."""
+    """The outcome of check ``name`` on figures whose ``compared`` holds its rows."""
     check = _module(name)
     if reason := lacking(check.NEEDS, figures.case, figures.declaration):
         return Outcome(name, "skip", reason)
@@ -142,7 +142,7 @@ def judge(name: str, evidence: Evidence) -> Outcome:
 
 
 def first_problem(figures: Figures, wrong: Callable[[RankRecord, int], str]) -> str:
-    """What ``wrong`` says of the first rank and step of which it says something."""
+    """The first problem that ``wrong`` finds, by rank and step."""
     for record in figures.records:
         for step in figures.steps:
             if problem := wrong(record, step):

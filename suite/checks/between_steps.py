@@ -1,4 +1,4 @@
-"""What a system does between steps: evaluation changes nothing, the gathered state is the state.
+"""Between steps: evaluation changes nothing, and the gathered state is the state.
 
 Before the last step every rank evaluates that step's batch, so that what an evaluation leaves
 behind (a mode, a gradient, a moved buffer) spoils the step that follows; in cases of more than

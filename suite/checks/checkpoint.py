@@ -1,4 +1,4 @@
-"""What is loaded is what was saved, and training goes on as if it had never stopped.
+"""The loaded state is the saved one, and training continues as if it had never stopped.
 
 The scenario's ``checkpoints`` say when a case saves and who loads.  Two runs are made beside it
 (``cases/plans/checkpoint.py``).  One saves nothing: the case has its bits after every step, in
@@ -76,7 +76,7 @@ def who_loads(case: Case) -> Case:
 
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
-    """Compare the runs beside this one with it, up to the first thing that is wrong."""
+    """Compare the further runs with this one, up to the first mismatch."""
     if why := _not_defined(evidence):
         return [ComparisonRow(skip=why)]
     loaded = evidence.beside.get("loaded", Beside(skip="nothing was loaded"))
@@ -160,7 +160,7 @@ def _what_follows(base: Evidence, other: Continued, rows: list[ComparisonRow]) -
 
 
 def _goes_on(base: Evidence, beside: Beside, rows: list[ComparisonRow]) -> Continued:
-    """The run that loads what ``base`` saved, if it goes on as it must."""
+    """The run that restores the checkpoint of ``base``, if it continues correctly."""
     if beside.evidence is None:
         raise Differs(beside.problem or beside.skip)
     assert isinstance(beside.evidence, Continued)
@@ -171,7 +171,7 @@ def _goes_on(base: Evidence, beside: Beside, rows: list[ComparisonRow]) -> Conti
 
 
 def _is_as_promised(loaded: Continued, rows: list[ComparisonRow]) -> None:
-    """What is held and sent in the steps that follow, where the case judges that."""
+    """The state and traffic of the steps that follow, where the case judges them."""
     for name in loaded.case.checks if loaded.steps else ():
         outcome = checks.decide(name, loaded)
         if outcome.status == "fail":
@@ -182,8 +182,8 @@ def _is_as_promised(loaded: Continued, rows: list[ComparisonRow]) -> None:
 
 
 def _has_other_numbers(case: Case, other: Continued) -> bool:
-    """Whether losses and gradients are others by definition: of who loses what hangs on the shape,
-    drawn from generators that belong to ranks of another mesh, or of a batch that is cut otherwise.
+    """Whether losses and gradients differ by definition: the lossy state depends on the shape,
+    random numbers come from generators of another mesh, or the batch is cut differently.
     """
     loads = other.case
     if other.declaration.oracle == "emulated":
@@ -213,7 +213,9 @@ def _same_course(base: Evidence, other: Evidence, step: int) -> None:
 
 
 def is_same(case: Case, loads: Case) -> bool:
-    """Whether who loads is who saved, so that the bits that follow are the same."""
+    """Whether the restoring system equals the saving one, so that the bits that follow are the
+    same.
+    """
     one, other = (
         (c.implementation, dict(c.mesh), dict(c.precision), {**c.options, OPTION: None})
         for c in (case, loads)
@@ -267,13 +269,13 @@ def _progress(base: Evidence, other: Continued) -> None:
 
 
 def _step_of(extra: Mapping[str, Any]) -> Any:
-    """The step that a caller goes on with."""
+    """The step that a caller resumes from."""
     data = extra.get("data")
     return data.get("step") if isinstance(data, Mapping) else None
 
 
 def _load(base: Evidence, other: Continued, kind: Kind) -> state.Load:
-    """What ``kind`` was at the save, as who loads is to hold it, and what it holds."""
+    """The state of ``kind`` at the save, in the form of the restoring run, and the loaded one."""
     step = other.first_step - 1
     saved, held = (run.observed(step, "after_update", kind) for run in (base, other))
     before = other.initial(kind).first() if kind != "optimizer" else {}
@@ -290,7 +292,7 @@ def _load(base: Evidence, other: Continued, kind: Kind) -> state.Load:
 
 
 def _begun_anew(other: Continued) -> dict[str, dict[int, Tensor]]:
-    """The outer optimizer's slots, if who loads has one: who saved had none."""
+    """The outer optimizer's slots, if only the restoring run has one."""
     if other.meeting is None:
         return {}
     loaded = other.observed(other.first_step - 1, "after_update", "parameters").first()
@@ -346,7 +348,7 @@ def _ties(other: Continued) -> str:
 
 
 def _draws(base: Evidence, other: Continued) -> str:
-    """What is said of generators; ranks of another mesh have none of the ranks that saved."""
+    """The problem of generators; ranks of another mesh have none of the saved ones."""
     if dict(base.case.mesh) != dict(other.case.mesh):
         return ""
     step = other.first_step - 1

@@ -1,4 +1,4 @@
-"""What a compressed reduction does not send is kept, and sent later: nothing is lost.
+"""A compressed reduction keeps its unsent rest and sends it later: nothing is lost.
 
 For systems that show what they keep as optimizer slots ``<parameter>.residual@<coordinate>``: of
 every data coordinate, parameter and step
@@ -93,7 +93,7 @@ def decide(figures: Figures) -> Outcome:
 
 @dataclass(frozen=True)
 class Slot:
-    """What is ``held`` in the slot ``name``, and what is to be held.
+    """The value ``held`` in the slot ``name``, and the expected one.
 
     Of a residual ``held`` stands beside ``sent``: together they are ``due``.
     """
@@ -113,7 +113,7 @@ class Slot:
 def slots_of(
     evidence: Evidence, step: int, held: Mapping[str, Tensor], before: Mapping[str, Tensor]
 ) -> Iterator[Slot]:
-    """What must hold after ``step``; ``before`` is what was held before it."""
+    """The rule of residuals after ``step``; ``before`` holds the residuals before it."""
     truth = evidence.truth.steps[step]
     told = set(truth.kept)
     floor = numbers.ZERO_FLOOR * root_mean_square([g for own in truth.given for g in own.values()])
@@ -152,7 +152,7 @@ def inherited(evidence: Evidence, step: int, before: Mapping[str, Tensor]) -> Ma
 
 
 def _above(floor: float) -> Compare:
-    """Relative errors; what is rounding beside the whole model is no larger in the system."""
+    """Relative errors; rounding relative to the whole model is no larger in the system."""
     relative = numbers.relative_frobenius(FP64_BOUND)
 
     def compare(actual: Tensor, truth: Tensor) -> Comparison:

@@ -142,7 +142,7 @@ def _initial_buffers(evidence: Evidence, rows: Rows) -> None:
 
 
 def compare_steps(evidence: Evidence, rows: list[ComparisonRow], buffers: bool = True) -> None:
-    """Add rows of the steps of ``evidence``, which may go on from a checkpoint.
+    """Add rows of the steps of ``evidence``, which may start from a checkpoint.
 
     Then its ``buffers`` may have begun under another rule, or in another world.
 
@@ -202,7 +202,7 @@ def _precondition(figures: Figures) -> str:
 
 
 def _nothing_wider(figures: Figures) -> str:
-    """Why errors cannot be told from the truth: the model has no dtype that has fewer."""
+    """Why errors have no reference: the model has no dtype with smaller errors."""
     widest = figures.workload.widest
     if judged_lane(figures) != "working_precision" or widest != figures.case.lowest_dtype:
         return ""
@@ -247,7 +247,7 @@ def _compare(evidence: Evidence) -> Compare:
 
 
 def _replayed(evidence: Evidence, rows: Rows) -> None:
-    """Where the told history of updates leads is where the system ended."""
+    """The reported history of updates leads to the final state of the system."""
     if evidence.oracle.problem:
         raise Differs(f"the reported history of updates is impossible: {evidence.oracle.problem}")
     bound, behind = evidence.declaration.max_staleness, evidence.oracle.behind
@@ -555,7 +555,7 @@ def _trajectory(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> 
 
 def _masters(evidence: Evidence, step: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The slots ``<parameter>.master`` that must be right: one for each of ``values`` held rounded,
-    and whatever else is shown (a shard that the optimizer updates beside whole parameters).
+    and each further one shown (a shard that the optimizer updates next to whole parameters).
     """
     held = evidence.observed(step, "after_update", "parameters").first()
     shown = evidence.observed(step, "after_update", "optimizer").tensors

@@ -49,7 +49,7 @@ def decide(figures: Figures) -> Outcome:
 
 
 def _metrics(metrics: Mapping[str, float], truth: OracleStep) -> str:
-    """What is wrong with one rank's metrics (``""``: nothing)."""
+    """The problem of one rank's metrics (``""``: nothing)."""
     if missing := [name for name in ("scale", "skipped") if name not in metrics]:
         return f"its metrics lack {missing[0]!r}, which loss scaling must report"
     if bool(metrics["skipped"]) != bool(truth.skipped):

@@ -1,4 +1,4 @@
-"""Members come and go: a step is everybody's or nobody's, and every sample is trained on once.
+"""Members change: all members commit a step or none, and every sample is trained on once.
 
 A step in which a member dies is committed by all or by none: whoever waits for the dead is stopped,
 so the others must not have committed it, and all take it again without the dead.  In every step the
@@ -23,7 +23,7 @@ NEEDS: Needs = ("every rank",)
 
 
 def decide(figures: Figures) -> Outcome:
-    """Every step of every member, from what the ranks told."""
+    """Every step of every member, as the ranks reported it."""
     case = figures.case
     if not case.changes_members:
         return Outcome("membership", "skip", "the members are the same in every step")

@@ -35,7 +35,7 @@ _ROUNDINGS, _OF_SHARDS = 4, 2
 
 
 def _bound(dtype: str, norm: float, truth: float) -> float:
-    """What correct runs may err by.
+    """The error that correct runs may have.
 
     A norm that is no number of a narrow dtype was added up in a wider one, at worst from the norms
     of shards.
@@ -49,7 +49,7 @@ def _bound(dtype: str, norm: float, truth: float) -> float:
 
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
-    """What explains the first wrong norm, where one is wrong."""
+    """The cause of the first wrong norm, where one is wrong."""
     outcome = decide(evidence)
     if outcome.status != "fail" or (worst := outcome.worst) is None:
         return []

@@ -169,7 +169,7 @@ class Moment:
 
 @dataclass
 class Tally:
-    """What stored rows say, up to the first comparison that failed or could not be made."""
+    """The outcome of stored rows, up to the first comparison that failed or could not be made."""
 
     compared: int = 0
     steps: set[int] = field(default_factory=set)
@@ -181,11 +181,11 @@ class Tally:
 
     @property
     def wrong(self) -> str:
-        """What is wrong, as a sentence; empty: nothing."""
+        """The problem as a sentence; empty: none."""
         return self.problem or (f"differs: {self.failed}" if self.failed else "")
 
     def outcome(self, check: str, figures: Mapping[str, object]) -> Outcome:
-        """What ``check`` says: the first thing that is wrong fails."""
+        """The outcome of ``check``: the first problem fails."""
         return Outcome(check, "fail" if self.wrong else "pass", self.wrong, self.worst, figures)
 
     @classmethod

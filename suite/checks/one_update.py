@@ -41,7 +41,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Update:
-    """What update ``step`` starts from.
+    """The state that update ``step`` starts from.
 
     ``before``: all parameters, wide; ``gradients``, ``slots``: those that there are (no masters).
     """
@@ -98,7 +98,7 @@ def clips_unseen(evidence: Evidence, step: int) -> bool:
 
 
 def _clipped(evidence: Evidence, step: int) -> dict[str, Tensor]:
-    """What clipping makes of the gradients that are shown before it, by the norm that is told."""
+    """The clipped form of the gradients shown before it, by the reported norm."""
     final = evidence.observed(step, "gradients_final", "gradients").first()
     if not final:
         return final
@@ -111,7 +111,7 @@ def _clipped(evidence: Evidence, step: int) -> dict[str, Tensor]:
 
 
 def made_of(evidence: Evidence, step: int) -> Made:
-    """What update ``step`` must have made: the optimizer's, and after it a meeting's.
+    """The expected result of update ``step``: the optimizer's, and after it a meeting's.
 
     A meeting is that of what the updates of all trajectories make.
     """
@@ -140,7 +140,7 @@ def made_of(evidence: Evidence, step: int) -> Made:
 
 
 def wide(evidence: Evidence, step: int) -> dict[str, Tensor]:
-    """What the optimizer updates, after ``step`` (-1: initially): masters, where there are any."""
+    """The tensors that the optimizer updates, after ``step`` (-1: initially): masters, if any."""
     if step < 0:
         built = getattr(torch, evidence.case.dtype)
         first = evidence.initial("parameters").first()

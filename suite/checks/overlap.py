@@ -142,7 +142,7 @@ class _Reductions:
 
 
 def _wrong_reductions(made: _Reductions, most: int | None, watched: bool, unhidden: bool) -> str:
-    """What is wrong with the reductions of one rank and step (``""``: nothing).
+    """The problem of the reductions of one rank and step (``""``: nothing).
 
     ``most``: how many may start late (``None``: not promised).  ``watched``: the log has the begin
     of every unit.  ``unhidden``: it may be that none starts early.
@@ -165,7 +165,7 @@ def _wrong_reductions(made: _Reductions, most: int | None, watched: bool, unhidd
 
 
 def _wrong_gathers(ahead: Prefetch, rounds: int, early: int, deepest: Mapping[str, int]) -> str:
-    """What is wrong with the gathers of one rank and step (``""``: nothing)."""
+    """The problem of the gathers of one rank and step (``""``: nothing)."""
     if early < (most := ahead.gathers * rounds):
         return f"{early} gathers are issued while another unit computes, {most} promised"
     for phase, (least, most) in ahead.depth.items():

@@ -77,7 +77,7 @@ def name_of(relation: str | Mapping[str, Any] | None) -> str:
 
 
 def derive(evidence: Figures) -> tuple[Case | None, str]:
-    """The case to run beside this one, or ``None`` and why the relation says nothing here.
+    """The case to run in addition to this one, or ``None`` and why the relation does not apply.
 
     :raises Refused: the implementation of *same_as* does not take its options.
     """

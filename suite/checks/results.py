@@ -102,7 +102,7 @@ def _depth(case: Case) -> str:
 
 
 def _argument(case: Case, folder: Path | None) -> str:
-    """What names the scenario on the command line: its file, if it is not one of the suite's.
+    """The word that stands for the scenario on the command line: its file, if it is a user's.
 
     A call of ``prove`` has none, only the plan of its run.
     """
@@ -130,7 +130,7 @@ Bytes = Annotated[str, Form(_bytes)]
 
 @dataclass
 class CaseResult(_Line):
-    """What became of a case.
+    """The outcome of a case.
 
     ``worst_error`` and ``bound`` are those of the check ``equivalence``; bytes are fractions as
     text.  ``record`` is the file of the case's record in the run's folder, ``data`` the digest of
@@ -159,7 +159,7 @@ class CaseResult(_Line):
     seen: tuple[str, ...] | None = None
 
     def check(self, name: str) -> Outcome | None:
-        """What the check ``name`` says; ``None``: it was not asked, or did not come to it."""
+        """The sentence of the check ``name``; ``None``: it was not asked, or was not reached."""
         return next((outcome for outcome in self.checks if outcome.check == name), None)
 
     def figures(self, check: str) -> Mapping[str, Any]:
@@ -170,7 +170,7 @@ class CaseResult(_Line):
 
 @dataclass(frozen=True)
 class Kill(_Line):
-    """What became of one planted fault.
+    """The outcome of one planted fault.
 
     ``depth``: at which it was judged, if not as declared.  ``named``: whether the judge's words
     hold what the fault declares (``None``: it was not judged, or not as declared); ``told``: or
@@ -218,7 +218,7 @@ class LeftOut(_Line):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What a line of ``cases.jsonl`` leaves out."""
+        """The part that a line of ``cases.jsonl`` leaves out."""
         return super().from_dict({"case": None, "pair": None, **data})
 
 
@@ -226,7 +226,7 @@ class LeftOut(_Line):
 
 
 def claim_of(line: str) -> Claim | None:
-    """What the line of one check claims; ``None``: nothing but what was found."""
+    """The claim in the line of one check; ``None``: nothing but the finding."""
     check, _, sentence = line.partition(": ")
     sentence = _BEFORE.sub("", sentence)
     if _DTYPE.search(sentence):

@@ -125,7 +125,7 @@ class Between:
 
 @dataclass
 class TrafficFigures(SparselyStored):
-    """What the ranks ``sent`` in the last step, beside the ``flows`` of the cost model.
+    """The calls that ranks ``sent`` in the last step, with the ``flows`` of the cost model.
 
     Bytes are exact fractions, as text.  ``within``: least and most of the family,
     at that depth.  ``textbook``: the strategy that an upstream system carries
@@ -149,7 +149,7 @@ class TrafficFigures(SparselyStored):
 
 
 def _counted(evidence: Figures, formula: str, last_sent: Fraction) -> TrafficFigures:
-    """What the ranks sent, as figures: the last step's flows, set-up and control."""
+    """The traffic of the ranks as figures: the last step's flows, set-up and control."""
     last = evidence.steps[-1]
     return TrafficFigures(
         formula=formula,
@@ -200,8 +200,8 @@ Flows = dict[tuple[str, str], tuple[int, Fraction]]
 def flows_of(
     evidence: Figures, step: int, one: RankRecord | None = None, floating: bool = True
 ) -> Flows:
-    """What the ranks (or ``one`` of them) sent in ``step``; groups of one rank send nothing and do
-    not count.
+    """The calls that the ranks (or ``one`` of them) sent in ``step``; groups of one rank send
+    nothing and do not count.
     """
     flows: Flows = {}
     for record in evidence.records if one is None else [one]:
@@ -220,7 +220,7 @@ def _rows(flows: Flows) -> list[SentAlongAxis]:
 
 
 def _between_nodes(evidence: Figures, step: int, promised: Sequence[Flow]) -> list[Between]:
-    """What of each promised flow crossed nodes, and what of it had to."""
+    """The part of each promised flow that crossed nodes, and the part that had to."""
     mesh, nodes = evidence.case.mesh, [record.node or 0 for record in evidence.ranks.values()]
     wanted: dict[tuple[str, str, bool], list[Fraction | None]] = {}
     for flow in promised:
@@ -438,8 +438,8 @@ def _payload(evidence: Figures, step: int, floating: bool = True) -> Fraction:
 
 
 def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -> str:
-    """What is wrong if ranks exchange more integers than shapes of messages, and a few per
-    parameter, buffer and rank.
+    """The problem if ranks exchange more integers than shapes of messages, and a few per parameter,
+    buffer and rank.
     """
     if not strategies.of(evidence.declaration.strategy).is_known:
         return ""
@@ -461,7 +461,7 @@ def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -
 
 
 def _too_many_agreements(evidence: Figures) -> str:
-    """What is wrong if a rank broadcasts integers after more updates than there is cause for."""
+    """The problem if a rank broadcasts integers after more updates than necessary."""
     if (cost_model := evidence.cost_model()) is None:
         return ""
     for record in evidence.records:

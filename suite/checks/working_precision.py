@@ -249,7 +249,7 @@ def _by_place(own: Iterable[Piece]) -> dict[object, Tensor]:
 def _wrong_factor(
     pairs: list[tuple[Tensor, Tensor]], limit: float, norms: tuple[float, float]
 ) -> str:
-    """What is wrong with the factor between two states of one rank; empty: nothing."""
+    """The problem of the factor between two states of one rank; empty: none."""
     dtype = max((after.dtype for _, after in pairs), key=lambda kind: torch.finfo(kind).eps)
     unit = torch.finfo(dtype).eps / 2
     lost = torch.finfo(dtype).smallest_normal * unit  # by a product that underflows

@@ -99,8 +99,8 @@ def run(
 def _chosen(
     given: Mapping[str, Any], wanted: Shape, fault: str
 ) -> tuple[Needs, dict[str, Any] | None]:
-    """What the cases need that `run` chooses with the options ``given``, and what the head is told
-    of faults of nodes.
+    """The needs of the cases that `run` chooses with the options ``given``, and the faults of nodes
+    for the head.
 
     :raises SelectionError: none fits, or ``fault`` cannot be made in them.
     """

@@ -1,4 +1,4 @@
-"""What ``shardproof doctor --cluster`` adds: containers as nodes, their network, Slurm and Ray."""
+"""The part of ``shardproof doctor --cluster``: containers, their network, Slurm and Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Ask = Callable[..., tuple[int, str]]
 
 
 def _has(what: str, found: str | None, lacking: str, remedy: str) -> Finding:
-    """What was ``found``; nothing: what it is ``lacking``, which is no fault."""
+    """The finding for ``found``; if empty, for what is ``lacking``, which is no fault."""
     if found:
         return Finding(what, "good", found)
     return Finding(what, "note", lacking, remedy)
@@ -70,7 +70,7 @@ def ask(*command: str) -> tuple[int, str]:
 
 
 def of_engine(info: Mapping[str, Any], version: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the engine says of itself: versions, cgroup, limits, space and GPUs."""
+    """The engine's report on itself: versions, cgroup, limits, space and GPUs."""
     told = f"{version.get('Version')}, API {version.get('ApiVersion')}, {info.get('Driver')}"
     yield Finding("container engine", "good", told)
     cgroup = f"version {info.get('CgroupVersion')}, {info.get('CgroupDriver')}"

@@ -26,7 +26,8 @@ _PHASES = get_args(Phase)
 @with_config(extra="forbid")
 @dataclass(frozen=True)
 class Plan:
-    """What is done where the first rank of ``node`` comes to ``phase`` of ``step`` of a case.
+    """The fault at the moment when the first rank of ``node`` enters ``phase`` of ``step`` of a
+    case.
 
     ``case`` counts, from 1, those that have a rank there; ``seconds``: how long it lasts, 0: to the
     end of the run.
@@ -41,7 +42,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """What ``text`` says.
+        """The plan in ``text``.
 
         :raises SelectionError: nothing that can be done.
         """
@@ -93,7 +94,7 @@ class Plan:
 def for_head(
     cases: Sequence[Case], nodes: int, ranks_per_node: int, plan: str
 ) -> dict[str, Any] | None:
-    """What the head of a cluster is told of faults; ``None``: none are planned.
+    """The faults that the head of a cluster gets; ``None``: none are planned.
 
     :raises SelectionError: ``plan``, that of ``--fault``, cannot be done in these cases.
     """

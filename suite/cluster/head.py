@@ -57,7 +57,7 @@ def refuse(option: str) -> NoReturn:
 
 
 def needs_of(names: Iterable[str] | None, backends: Any, wanted: Shape) -> Needs:
-    """What the words of a command ask for; ``backends``: one, or several, or none."""
+    """The request in the words of a command; ``backends``: one, several, or none."""
     from shardproof.cluster.containers.needs import Needs
 
     asked = [backends] if isinstance(backends, str) else list(backends or ())

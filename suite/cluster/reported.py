@@ -1,4 +1,4 @@
-"""What a cluster adds to a report: bytes between nodes beside their formula, and memory by node."""
+"""The part of a report about a cluster: bytes between nodes with their formula, memory by node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MEMORY = (
 
 @dataclass(frozen=True)
 class Nodes(Section):
-    """What lies on which node, and what goes between them."""
+    """The memory on each node, and the bytes between nodes."""
 
     anchor, title = "nodes", "Nodes"
 

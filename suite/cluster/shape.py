@@ -1,4 +1,4 @@
-"""What a cluster is to be like, as it is typed: nodes, ranks, caps and a slow node."""
+"""The form of a cluster as it is typed: nodes, ranks, caps and a slow node."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ Words = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is typed of a cluster: its nodes, what each has, one that has less, where results go."""
+    """The typed options of a cluster: its nodes, their limits, a slower one, the place of
+    results.
+    """
 
     nodes: Annotated[
         int, typer.Option("--nodes", metavar="K", min=1, max=MOST_NODES, help="nodes")

@@ -189,7 +189,7 @@ def _sockets() -> set[int]:
 
 
 def _wake_peers(before: set[int]) -> None:
-    """Shut the connections that were made since ``before``: who waits for this rank sees it now.
+    """Shut the connections made since ``before``: a rank that waits for this one sees it now.
 
     Neither destroying nor aborting a gloo group does so while anything still refers to it, and the
     peers would wait until their time is up.

@@ -1,4 +1,4 @@
-"""What this wing adds to the core: nodes for ranks, judges of cases elsewhere, and a command."""
+"""The contribution of this wing: nodes for ranks, judges of cases elsewhere, and a command."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _compare(snapshots: list[Snapshot], shown: ShownOptions) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Where `gate` writes what it found, beside the terminal."""
+    """The places for findings of `gate` other than the terminal."""
 
     summary: Path | None = output_option("--summary", "write a Markdown summary there")
     append: bool = option(False, "--append", help="--summary adds to FILE in place of replacing it")

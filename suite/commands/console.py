@@ -1,4 +1,4 @@
-"""What commands print on, and what is seen while cases run.
+"""The consoles of commands, and the progress shown while cases run.
 
 Progress is a live bar on a terminal, and a line every 30 seconds anywhere else.  The first case
 that breaks for each cause is named at once; the blocks at the end have all of them
@@ -41,7 +41,7 @@ _BAR, _RUNNING, _IN_LINE, _MINUTES = 20, 4, 2, 100
 
 
 class Collected:
-    """What a command prints under ``--json``: its tables, and all other lines as text."""
+    """The output of a command under ``--json``: its tables, and all other lines as text."""
 
     is_interactive = False
 
@@ -120,7 +120,7 @@ def make_console() -> Console:
 
 
 def mute(stream: IO[str]) -> None:
-    """What is written to ``stream`` from now on, and what it still holds, is lost."""
+    """Discard what ``stream`` still holds and all later output."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
     os.close(nothing)
@@ -201,7 +201,7 @@ class ProgressBar:
         return iter(())
 
     def _columns(self, progress: Any) -> list[Any]:
-        """What stands right of the bar."""
+        """The text right of the bar."""
         raise NotImplementedError
 
     def _move(self, done: int, unit: str = "", counts: str = "", left: str = "") -> None:
@@ -220,7 +220,7 @@ class ProgressBar:
             print_line(self.console, text + (more and f": {more}"))
 
     def _now(self) -> str:
-        """What is under way, for a line."""
+        """The cases under way, for a line."""
         return ""
 
 
@@ -333,7 +333,7 @@ class Progress(ProgressBar):
         self._move(self.counts.total(), counts=self._counts(), left=self._left())
 
     def _word(self, result: CaseResult) -> str:
-        """What it counts as; the first red or open result of a cause is named."""
+        """The word that it counts as; the first red or open result of a cause is listed."""
         kind = verdicts.kind(result.verdict)
         if kind in verdicts.RED or kind in verdicts.OPEN:
             self._failure(result)

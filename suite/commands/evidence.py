@@ -169,7 +169,7 @@ def merge(
 
 
 def _merge(merged: Merge, folder: RunFolder) -> int:
-    """Write the run, its reports, and what is to be told of it; the exit code."""
+    """Write the run, its reports and its messages; the exit code."""
     from shardproof.commands.supervision import Interrupts, supervised
     from shardproof.runs import junit
     from shardproof.runs import merge as parts

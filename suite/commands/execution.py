@@ -1,4 +1,4 @@
-"""Cases and planted faults on their way into a run folder: what is run, and what is told of it.
+"""Cases and planted faults on their way into a run folder: their choice, run and messages.
 
 Next: ``cases/runner.py``, which keeps every core busy with the cases that it gets here.
 """
@@ -106,7 +106,7 @@ def _on_nodes(cases: Sequence[Case], nodes: Nodes | None) -> list[Case]:
 
 
 def _fitting(cases: Sequence[Case], declared: Mapping[str, Sequence[str]]) -> list[Case]:
-    """The cells whose mesh a class of one's own has the axes for; told on the terminal.
+    """The cells whose mesh fits the axes of your own class; the terminal says how many.
 
     :raises SelectionError: there is none.
     """
@@ -274,7 +274,7 @@ class Execution:
 
 @dataclass
 class Planting:
-    """Faults that are run beside their parents.
+    """Faults that are run with their parents.
 
     ``budget`` is in minutes.  ``all_must_run``: a fault that the budget leaves out leaves the whole
     undecided, and memory is weighed everywhere.  ``shard``: only that part; faults that share a

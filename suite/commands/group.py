@@ -39,7 +39,7 @@ class Commands(TyperGroup):
     def make_context(
         self, info_name: Any, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        """As every group; values that nobody typed are those of the project."""
+        """As every group; values that were not typed are those of the project."""
         if parent is None:
             extra.setdefault("default_map", project.defaults(self, args))
         return super().make_context(info_name, args, parent, **extra)

@@ -87,7 +87,7 @@ def output_option(flag: str, about: str) -> Any:
 
 
 def _parameter(name: str, kind: Any, default: Any, defaults: Mapping[str, Any]) -> Parameter:
-    """What typer is shown of a parameter, or of a field (its ``default``)."""
+    """The parameter or field (its ``default``) as typer gets it."""
     if isinstance(default, Field):
         kind = Annotated[kind, default.metadata["typer"]] if default.metadata else kind
         default = Parameter.empty if default.default is MISSING else default.default
@@ -154,7 +154,7 @@ ShardOption = Annotated[
 
 
 def of_campaign(ask: Callable[[wings.Wing], R | None]) -> R:
-    """What the wing that draws random cases answers.
+    """The answer of the wing that draws random cases.
 
     :raises SelectionError: this tree does not have that wing.
     """
@@ -162,7 +162,7 @@ def of_campaign(ask: Callable[[wings.Wing], R | None]) -> R:
 
 
 def case_hosts(where: str) -> CaseHosts:
-    """What can judge cases at the place that ``--on`` names.
+    """The judge of cases at the place that ``--on`` names.
 
     :raises SelectionError: it names none.
     """
@@ -170,7 +170,7 @@ def case_hosts(where: str) -> CaseHosts:
 
 
 def _place(where: str | None) -> str | None:
-    """``where``, if cases can be judged there: told before anything runs."""
+    """``where``, if cases can be judged there: checked before anything runs."""
     if where is not None:
         case_hosts(where)
     return where
@@ -178,7 +178,7 @@ def _place(where: str | None) -> str | None:
 
 @contextmanager
 def joined(where: str | None, jobs: int | None) -> Iterator[CaseHost | None]:
-    """What judges cases at ``where``, joined while the command runs; ``None``: this machine does.
+    """The judge of cases at ``where``, joined while the command runs; ``None``: this machine.
 
     :raises SelectionError: it cannot be joined.
     """
@@ -331,7 +331,7 @@ WHOLE = HowRun()
 
 @dataclass(frozen=True, kw_only=True)
 class Filters:
-    """What chooses cases of scenarios, in all commands that do."""
+    """The choice of scenario cases, in all commands that have it."""
 
     scenarios: Scenarios = None
     impl: Impl = None

@@ -213,7 +213,7 @@ def prove(
 
 @dataclass(frozen=True)
 class ProveCall:
-    """What is the same in all cases of one call of :func:`prove`; fields are its arguments."""
+    """The common part of all cases of one call of :func:`prove`; fields are its arguments."""
 
     workload: WorkloadSpec | None
     traits: Sequence[str]
@@ -271,7 +271,7 @@ class ProveCall:
         return list(by_id.values())
 
     def _workload(self, lane: Lane) -> dict[str, Any]:
-        """What ``lane`` trains, as a scenario says it."""
+        """The workload of ``lane`` in the form of a scenario."""
         from shardproof.workloads import in_lane
 
         workload: str | WorkloadSpec | None = self.workload
@@ -282,7 +282,9 @@ class ProveCall:
         return asdict(spec) | {"traits": list(spec.traits)}
 
     def _optimizer(self, lane: Lane) -> dict[str, Any]:
-        """As a scenario says it; by name in lane dyadic: plain SGD, scaled by a power of two."""
+        """The optimizer in the form of a scenario; in lane dyadic its name: plain SGD, scaled by a
+        power of two.
+        """
         optimizer = self.optimizer
         name = optimizer if isinstance(optimizer, str) else optimizer.name
         if lane == "dyadic" and name == "adamw":
@@ -297,8 +299,8 @@ class ProveCall:
         return self.workload is None and dict(case.workload.params) == IDLE_SHARES
 
     def rerun(self, case: Case, names_work: bool) -> str:
-        """A command that judges ``case`` alone; ``names_work``: without the workload's name other
-        cases stand beside it.
+        """A command that judges ``case`` alone; ``names_work``: only the workload's name excludes
+        other cases.
         """
         from shardproof.cases import kinds
 
@@ -392,7 +394,7 @@ def _only_axis(name: str, axes: Sequence[str]) -> str:
 
 
 def _refuse(value: object) -> None:
-    """What JSON, and so a scenario, has no form for.
+    """Refuse a value that JSON, and so a scenario, cannot hold.
 
     :raises SelectionError: always.
     """
@@ -419,7 +421,7 @@ def _cases_of(scenario: Mapping[str, Any]) -> list[Case]:
 
 
 def _spec(workload: str | WorkloadSpec | OwnWorkload, traits: Sequence[str]) -> WorkloadSpec:
-    """The workload as data, with ``traits`` beside its own."""
+    """The workload as data, with ``traits`` added to its own."""
     if not isinstance(workload, WorkloadSpec):
         workload = WorkloadSpec(adapters.path_of(workload, "workload"))
     return replace(workload, traits=tuple(dict.fromkeys((*workload.traits, *traits))))
@@ -495,7 +497,7 @@ def _are_folders(results: Any) -> None:
 
 
 def _is_ones_own(optimizer: Any, implementation: Any) -> None:
-    """An optimizer that is to be judged is a function of one's own, and is judged alone.
+    """Require that an optimizer under test is a function of yours, judged alone.
 
     :raises SelectionError: it is torch's own class or an optimizer that is made already, or stands
         beside an implementation.

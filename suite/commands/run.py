@@ -158,7 +158,7 @@ def _drawn(filters: options.Filters, others: Others) -> Sequence[Case]:
 
 
 def _require_backends(cases: Sequence[Case], asked: Sequence[str]) -> None:
-    """Cases on a backend that was asked for by name are not skipped where it is missing.
+    """Do not skip cases on a backend that was asked for explicitly and is missing.
 
     :raises SelectionError: it is (but for some on GPUs), or MPI cannot start as many ranks.
     """

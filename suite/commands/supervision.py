@@ -145,7 +145,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """What is inside is done whole; an interrupt comes after it."""
+        """Complete the block inside; an interrupt comes after it."""
         self._holding = True
         try:
             yield

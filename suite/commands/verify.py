@@ -40,7 +40,7 @@ _JUDGED = (
 
 @dataclass(frozen=True)
 class Verified:
-    """What :func:`verify` found: ``problems`` are sentences that name case and file."""
+    """The result of :func:`verify`: ``problems`` are sentences with case and file."""
 
     cases: int
     kills: int
@@ -115,7 +115,7 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
 
 
 def _again(run: Run, results: list[CaseResult]) -> Iterator[str]:
-    """What is missing, and what comes out differently."""
+    """The missing parts, and the results that differ."""
     yield from _missing(run)
     yield from unbound(run)
     for result in (*run.superseded, *results):
@@ -180,7 +180,7 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
 
 
 def _unknown_strategy(account: Account) -> str:
-    """What to install where a package registers the strategy of ``account``; empty: nothing."""
+    """The package to install if it registers the strategy of ``account``; empty: none."""
     claimed = account.declaration.strategy if account.declaration else ""
     if not claimed or strategies.of(claimed).is_known:
         return ""

@@ -1,1 +1,1 @@
-"""What differs between runs, and whether a change may pass."""
+"""The differences between runs, and whether a change may pass."""

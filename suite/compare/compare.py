@@ -139,7 +139,7 @@ class RunComparison:
 
 
 def compare(before: Snapshot, after: Snapshot) -> RunComparison:
-    """What differs in ``after``, with ``before`` as the reference."""
+    """The differences of ``after`` from the reference ``before``."""
     comparison = RunComparison(before, after)
 
     # What no result of the reference has is news of the suite.
@@ -192,7 +192,7 @@ def release(version: Version) -> str:
 
 
 def _other_cpu(before: Snapshot, after: Snapshot) -> str:
-    """What differs in what kernels are chosen by; empty: nothing, or nobody tells."""
+    """The differences in what chooses kernels; empty: none, or unknown."""
     for key, what in (("cpu", "another CPU"), ("kernels", "other kernels of torch")):
         both = before.machine.get(key), after.machine.get(key)
         if None not in both and both[0] != both[1]:

@@ -1,4 +1,4 @@
-"""Whether a run may pass beside its baseline: comparison and policy -> findings.  Pure functions.
+"""Whether a run may pass its baseline: comparison and policy -> findings. Pure functions.
 
 A finding *breaks*, is *reported*, or is *excused* (an expected failure whose day has not come).
 What is better than the baseline is a finding as well: fewer bytes may be progress, or work that was
@@ -71,7 +71,7 @@ class GateFinding:
 
 @dataclass
 class Gate:
-    """What :func:`judge` says.
+    """The result of :func:`judge`.
 
     ``compared`` counts results, ``decided`` those not left open, ``failed`` those of them that are
     red or slower, ``xfailed`` those that are ``xfail``; ``skipped`` those that the run did not try.
@@ -94,7 +94,7 @@ class Gate:
 
     @property
     def due(self) -> int:
-        """What the reference decided and a run has to decide again."""
+        """The results that the reference decided and a run must decide again."""
         return self.again + self.open + self.lost
 
     @property
@@ -176,7 +176,9 @@ def judge(
 
 
 class _Judge:
-    """A comparison beside a policy; ``missing``: what the run lacks of the commands it used."""
+    """A comparison under a policy; ``missing``: results of used commands that the run does not
+    have.
+    """
 
     def __init__(self, comparison: RunComparison, file: PolicyFile, today: datetime.date) -> None:
         self.comparison, self.file, self.policy, self.today = comparison, file, file.policy, today
@@ -395,7 +397,7 @@ def _finding(
 
 
 def kind(name: str) -> str:
-    """What of a run one command makes: planted faults, the results of a wing, or cases."""
+    """The part of a run that one command makes: planted faults, the results of a wing, or cases."""
     if name.startswith(FAULTS):
         return f"{FAULTS}*"
     head = name.split("::", 1)[0]
@@ -403,7 +405,7 @@ def kind(name: str) -> str:
 
 
 def ordered(findings: Sequence[GateFinding]) -> list[GateFinding]:
-    """What breaks first; what only one run has, which may be much, after what was compared."""
+    """Put breaks first, and results of one run, which may be many, after the compared ones."""
     order = ("breaks", "reported", "excused")
     last = ("missing", "left out", "new")
     return sorted(findings, key=lambda f: (order.index(f.state), f.rule in last, f.rule))

@@ -1,4 +1,4 @@
-"""What breaks a gate: a policy file (YAML), every fault in it named with its line.
+"""The policy of a gate (YAML); every fault in it is reported with its line.
 
 ``deploy/ci/policy.yaml`` shows every key.  Whatever is left out has the default that its field
 names.  Patterns are globs on whole ids.
@@ -117,7 +117,7 @@ class Times(Model):
 
 
 class Cases(Model):
-    """What is only in one run, or cannot be compared."""
+    """The rules for results of only one run, or that cannot be compared."""
 
     missing: Level = Field("break", description="cases, faults, ratios that the run lacks")
     left_out: Level = Field("report", description="left out by the run's budget")

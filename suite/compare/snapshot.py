@@ -1,4 +1,4 @@
-"""What is compared of a run: verdicts, exact figures, and ratios of times; no seconds.
+"""The compared part of a run: verdicts, exact figures, and ratios of times; no seconds.
 
 A :class:`Snapshot` is made from a run's folder (:func:`of_run`) or read from a baseline
 (:mod:`shardproof.compare.baseline`), which keeps the same in little space.
@@ -64,7 +64,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Version(Stored):
-    """What judged: versions of the suite and of what it computes with."""
+    """The judge: versions of the suite and of the packages that it computes with."""
 
     suite: str
     torch: str
@@ -204,7 +204,7 @@ def strategy_of(implementation: str, claimed: str = "") -> str:
 
 
 def _claimed(figures: Mapping[str, exact_figures.Scalar]) -> str:
-    """What the memory check took it for, or the formula of its bytes."""
+    """The strategy of the memory check, or the formula of its bytes."""
     strategy = figures.get("memory.strategy")
     if strategy is None and (formula := _FORMULA.match(str(figures.get("traffic.formula")))):
         strategy = formula[1]

@@ -79,7 +79,7 @@ def sentence(comparison: RunComparison) -> str:
 
 
 def runs(snapshots: Sequence[Snapshot], beside: Sequence[str] = ()) -> Table:
-    """A row a run; ``beside``: how each but the first compares with that."""
+    """A row a run, with the comparison of each further run with the first."""
     roles = "reference", *(beside or ["compared"] * (len(snapshots) - 1))
     rows = [
         (

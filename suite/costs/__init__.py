@@ -1,4 +1,4 @@
-"""What every strategy costs, in closed form, from shapes, options, mesh, optimizer and precision.
+"""The costs of every strategy, in closed form, from shapes, options, mesh, optimizer, precision.
 
 A cost model never asks the implementation that is judged: it computes from
 :class:`~shardproof.costs.model_facts.ModelFacts`.  Bytes that one step sends, summed over ranks

@@ -1,4 +1,4 @@
-"""What each rank sends in a collective that is made of sends and receives: closed formulas.
+"""Bytes of each rank in a collective made of sends and receives: closed formulas.
 
 Written apart from the algorithms themselves (``impls/reference/collectives/``, where the docstring
 of each derives its formula), so that a wrong one shows: tests hold both against each other for up
@@ -159,7 +159,7 @@ FORMULAS: dict[tuple[str, str], Callable[..., Sent]] = {
 def sent(
     operation: str, algorithm: str, ranks: int, length: int, ranks_per_node: int = 0
 ) -> list[Sent]:
-    """What each rank sends; a long vector is reduced in lanes, whose rounds are made together."""
+    """Bytes of each rank; a long vector is reduced in lanes, whose rounds are made together."""
     more = (ranks_per_node,) if algorithm == "hierarchical" else ()
     formula = FORMULAS[operation, algorithm]
     each = []
@@ -238,7 +238,9 @@ def flow(
 
 
 def scratch(facts: ModelFacts, operation: str, ranks: int, elements: int) -> int:
-    """Most elements that a rank receives beside its own before it combines them, in one call."""
+    """Most elements that a rank receives in addition to its own before it combines them, in one
+    call.
+    """
     parts = _lanes(operation, elements)
     if len(parts) > 1:
         return sum(scratch(facts, operation, ranks, part) for part in parts)

@@ -1,4 +1,4 @@
-"""What a compressed reduction sends and keeps: closed formulas of the option ``compress``.
+"""Bytes sent and kept by a compressed reduction: closed formulas of the option ``compress``.
 
 Each parameter is compressed by itself, so no formula depends on buckets but in the number of calls.
 Over N ranks, of a parameter of n elements, b bytes each (b' in the option's dtype):
@@ -56,7 +56,7 @@ def flows(
     flats: Iterable[Flat],
     times: int = 1,
 ) -> list[Flow]:
-    """What it takes to reduce each of ``flats``, ``times`` a rank, compressed or not."""
+    """The calls that reduce each of ``flats``, ``times`` a rank, compressed or not."""
     flats = [flat for flat in flats if flat.numel]
     payloads = [flat.payload(facts.reduction(flat.dtype)) for flat in flats]
     if not chosen(facts):
@@ -157,7 +157,9 @@ def _matrix(option: Mapping[str, Any], tensor: TensorFacts, worth: int = 1) -> t
 def state_bytes(
     facts: ModelFacts, tensors: Iterable[TensorFacts], rank: int, ranks: int, step: int
 ) -> int:
-    """What rank ``rank`` of ``ranks`` keeps of ``tensors``, which it reduces, after ``step``."""
+    """The residuals of rank ``rank`` of ``ranks`` for ``tensors``, which it reduces, after
+    ``step``.
+    """
     option = chosen(facts)
     if not option or ranks == 1:
         return 0

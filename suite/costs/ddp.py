@@ -24,7 +24,7 @@ class Single(CostModel):
     source = "one process sends nothing"
 
     def flows(self) -> list[Flow]:
-        """Nothing: one process sends to nobody else."""
+        """No flow: one process sends nothing."""
         return []
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
@@ -52,7 +52,7 @@ class Single(CostModel):
         return sum(t.numel * self.item(t) for t in used(self.held_by(rank), step))
 
     def local(self, rank: int) -> Local:
-        """Elements by name that ``rank`` holds: every parameter whole."""
+        """Elements that ``rank`` holds (name -> count): every parameter whole."""
         return Local.of(self.facts, {t.name: t.numel for t in self.held_by(rank)})
 
 
@@ -112,7 +112,7 @@ class DDP(Single):
     def moved(
         self, operation: Literal["all_reduce", "broadcast"], flats: Sequence[Flat]
     ) -> list[Flow]:
-        """What each of ``flats`` takes: gradients may be compressed, buffers are not."""
+        """The reductions of each of ``flats``: gradients may be compressed, buffers are not."""
         if operation == "all_reduce":
             return compression.flows(self.facts, self.facts.group(), operation, flats)
         payloads = [flat.payload(flat.dtype) for flat in flats]

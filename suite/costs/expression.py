@@ -67,7 +67,9 @@ FACTS: dict[str, Callable[[Case, ModelFacts], Number]] = {
 
 
 class CaseFacts(dict[str, Number]):
-    """The numbers of a case by name, and the model facts that named formulas are computed from."""
+    """The numbers of a case (name -> value), and the model facts that named formulas are computed
+    from.
+    """
 
     def __init__(self, numbers: Mapping[str, Number], model_facts: ModelFacts) -> None:
         super().__init__(numbers)
@@ -95,7 +97,7 @@ _FUNCTIONS: Functions = {
 
 @dataclass(frozen=True)
 class Grammar:
-    """What expressions are made of: names (a name's term; ``None``: unknown), and functions.
+    """The vocabulary of expressions: names (a name's term; ``None``: unknown), and functions.
 
     ``number`` reads a decimal number.
     """

@@ -1,4 +1,4 @@
-"""What every sound member of a family of strategies does, whatever its layout.
+"""The properties of every sound member of a family of strategies, whatever its layout.
 
 A system of one's own is held to its *family* (contract 2): what is cut, what stands whole on every
 rank, and two bounds of the bytes that it sends.  D ranks sum a gradient (fewer where it is an
@@ -54,7 +54,8 @@ _NUMBERS = 1024
 
 @dataclass(frozen=True)
 class HeldByRank:
-    """What one rank holds: elements by kind of state and name, and where its parameters lie.
+    """The holdings of one rank: elements by kind of state and name, and the place of its
+    parameters.
 
     Equal ``places`` are the same elements; different ones share none, as a rule.
     """
@@ -97,7 +98,7 @@ class Family:
         return Bound(int(least), most if facts.world > 1 else 0)
 
     def problem(self, facts: ModelFacts, shown: Mapping[int, HeldByRank], balance: float) -> str:
-        """What is wrong with the elements that each rank holds; ``""``: nothing."""
+        """The problem of the elements that each rank holds; ``""``: none."""
         if facts.size(self.along(facts)) == 1:
             return ""
         for kind in (*self.cut, *self.whole):
@@ -247,7 +248,7 @@ class HybridFamily(Family):
         return parts(axes, "layers") > 1
 
     def problem(self, facts: ModelFacts, shown: Mapping[int, HeldByRank], balance: float) -> str:
-        """What an axis leaves whole that it must cut, in words; empty: nothing."""
+        """The part that an axis must cut and leaves whole, in words; empty: none."""
         layers, widths, data = cutting("layers"), cutting("widths"), self.data(facts)
         tensors = facts.size(widths)
         numels = {tensor.name: tensor.numel for tensor in facts.parameters}

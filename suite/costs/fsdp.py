@@ -32,7 +32,7 @@ class FSDP(Zero3):
 
     @property
     def reshards(self) -> bool | int:
-        """What happens to parameters between forward and backward: freed, kept, cut over k."""
+        """The state of parameters between forward and backward: freed, kept, cut over k."""
         chosen = self.facts.options.get("reshard_after_forward")
         if chosen is None:
             kind = self.facts.option("sharding_strategy", "FULL_SHARD")

@@ -73,7 +73,9 @@ class Hybrid(CostModel):
         return stages_of(self.facts)
 
     def _models(self, pipe: int, tensor: int) -> list[CostModel]:
-        """What each stage and each tied tensor costs that rank ``tensor`` has of rank ``pipe``."""
+        """The costs of each stage and each tied tensor that rank ``tensor`` has of rank
+        ``pipe``.
+        """
         if not self.is_cut:
             return [self.model(self.facts.parameters, self.facts.buffers, tensor)]
         held = [t for t in self.facts.parameters if pipe in self.stages.ranks(t)]
@@ -178,7 +180,7 @@ class Hybrid(CostModel):
     host, host_traffic = _added("host"), _added("host_traffic")
 
     def communication_at_rest(self, rank: int, step: int) -> int:
-        """What the models keep there; every message has been sent and used by then."""
+        """The bytes that the models keep there; every message has been sent and used by then."""
         models, number = self.of(rank)
         return _SCALARS + sum(model.communication_at_rest(number, step) or 0 for model in models)
 
@@ -200,8 +202,8 @@ class Hybrid(CostModel):
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """Whole parameters of all units of all stages at once; where there are no stages, those of
-        the units that are gathered.  A tied tensor that is whole counts as what its gather made.
-        Buffers of the other axes are not told from the data axes'.
+        the units that are gathered. A tied tensor that is whole counts as the result of its gather.
+        Buffers of the other axes are not distinguished from the data axes'.
         """
         models, number = self.of(rank)
         low = high = 0
@@ -227,7 +229,7 @@ class Hybrid(CostModel):
         return next((text for text in reasons if text), "")
 
     def local(self, rank: int) -> Local:
-        """Elements by name that ``rank`` holds of its stages."""
+        """Elements that ``rank`` holds of its stages (name -> count)."""
         models, number = self.of(rank)
         parts = [model.local(number) for model in models]
         return Local(

@@ -87,7 +87,9 @@ class Flat:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered together: a module by name (``""``: the root) and its flat layouts."""
+    """A group that is gathered together: the name of a module (``""``: the root) and its flat
+    layouts.
+    """
 
     name: str
     flats: tuple[Flat, ...]

@@ -201,7 +201,7 @@ class ParameterServer(Single):
     why_state_is_not_promised = why_not_measured
 
     def owned_by(self, rank: int) -> list[TensorFacts]:
-        """What a server owns; the first one has also what nobody trains."""
+        """The parameters that a server owns; the first one has also the untrained ones."""
         owner = self.owner()
         return [t for t in self.facts.parameters if owner.get(t.name, 0) == rank]
 

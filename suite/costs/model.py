@@ -81,7 +81,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Local:
-    """What one rank holds, name -> elements (not 0), for the check ``active``."""
+    """The elements that one rank holds, name -> count (not 0), for the check ``active``."""
 
     parameters: Mapping[str, int] = field(default_factory=dict)
     gradients: Mapping[str, int] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Prefetch:
 
 
 class CostModel(ABC):
-    """What a strategy costs in one case.  ``source`` says where the formulas are published."""
+    """The cost of a strategy in one case. ``source`` says where the formulas are published."""
 
     strategy: ClassVar[str]
     source: ClassVar[str]
@@ -194,7 +194,7 @@ class CostModel(ABC):
         return {}
 
     def unjudged(self) -> dict[str, str]:
-        """Class -> why its bytes are not compared; shown beside the verdict."""
+        """Class -> why its bytes are not compared; shown with the verdict."""
         return {}
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
@@ -234,7 +234,7 @@ class CostModel(ABC):
         return {"down": 0, "up": 0}
 
     def gpu_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
-        """What is copied besides, as in :meth:`host_traffic`, where the device is a GPU.
+        """Further copies, as in :meth:`host_traffic`, where the device is a GPU.
 
         Gradients in host memory are multiplied there by the factor of clipping: a float64 comes
         down.  On a CPU an operator reads a single number where it lies.
@@ -247,12 +247,12 @@ class CostModel(ABC):
         return ""
 
     def prefetch(self) -> Prefetch | None:
-        """What overlaps once the order of the units is known; ``None``: no formula."""
+        """The overlap once the order of the units is known; ``None``: no formula."""
         return None
 
     @abstractmethod
     def local(self, rank: int) -> Local:
-        """Elements by name on ``rank`` after the last step."""
+        """Elements on ``rank`` after the last step (name -> count)."""
 
     def payload(self) -> Fraction:
         """Bytes sent in one step, all axes together."""

@@ -1,4 +1,4 @@
-"""What a cost model may know: shapes, options, mesh, optimizer and precision.  Plain data.
+"""The facts that a cost model may know: shapes, options, mesh, optimizer, precision. Plain data.
 
 A :class:`ModelFacts` is made from the case and the workload's own model, never from the
 implementation that is judged; it travels with the facts of a case, so that a stored run is judged
@@ -163,7 +163,7 @@ class ModelFacts(Stored):
         return axes.joined(self.axes, axes.summing(self.axes, self.role(tensor) if tensor else ""))
 
     def role(self, tensor: TensorFacts) -> str:
-        """What ``tensor``, or the layer that it is named after, is for; empty: nothing told."""
+        """The role of ``tensor``, or of the layer in its name; empty: none given."""
         return self.roles.get(tensor.name) or self.roles.get(tensor.name.rpartition(".")[0], "")
 
     @property
@@ -268,11 +268,11 @@ class ModelFacts(Stored):
         return None if value is None else str(value)
 
     def compute(self, dtype: str) -> str:
-        """What a parameter built as ``dtype`` is computed and sent with."""
+        """The dtype in which a parameter built as ``dtype`` is computed and sent."""
         return self.precision("parameters") or dtype
 
     def reduction(self, dtype: str) -> str:
-        """What its gradient is summed in."""
+        """The dtype in which its gradient is summed."""
         return self.precision("reduce") or self.compute(dtype)
 
 
@@ -359,7 +359,7 @@ def _inputs(case: Case, workload: Workload) -> tuple[tuple[Windows, ...], ...]:
 
 
 def _calls(module: nn.Module) -> Mapping[str, int]:
-    """What the suite's own modules say of their children; a user's may use the word otherwise."""
+    """The marks that the suite's own modules put on their children; a user's may differ."""
     told = getattr(module, "calls", None)
     return told if isinstance(told, Mapping) else {}
 

@@ -1,4 +1,4 @@
-"""What offloading moves to host memory, and how many bytes a step moves between host and device.
+"""The state that offloading moves to host memory, and the bytes per step between host and device.
 
 ``offload: optimizer``: masters and optimizer state rest on the host; gradients go down and
 parameters come up once a step.  ``offload: parameters`` (strategies that shard them): shards and
@@ -54,7 +54,7 @@ class Offloaded(CostModel):
     why_overlap_is_not_judged = _of_inner("why_overlap_is_not_judged")
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """What stays on the device: what reductions keep, and perhaps parameters and gradients."""
+        """The state that remains on the device: residuals, and perhaps parameters and gradients."""
         held, kept = self.inner.resident(rank, step, updated), self.inner.kept(rank, step)
         stays = dict.fromkeys(held, 0) if self.shards_rest_there else held
         return stays | {"masters": 0, "optimizer_state": kept}

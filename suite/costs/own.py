@@ -1,4 +1,4 @@
-"""The cost model that a class of one's own brings, evaluated for one case and kept as data.
+"""The cost model that your own class brings, evaluated for one case and kept as data.
 
 A class at depth ``own`` names a subclass of :class:`~shardproof.costs.model.CostModel` with three
 methods, which see nothing but :class:`~shardproof.costs.model_facts.ModelFacts`:
@@ -54,7 +54,7 @@ def in_step(facts: ModelFacts, step: int, skipped: bool) -> ModelFacts:
 def answers(
     cost_model: Callable[[ModelFacts], CostModel], facts: ModelFacts, skipped: Sequence[bool]
 ) -> OwnCosts:
-    """What ``cost_model`` promises where the updates of some steps were ``skipped``."""
+    """The promises of ``cost_model`` where the updates of some steps were ``skipped``."""
     whole, last = cost_model(facts), len(skipped) - 1
     flows = []
     for step, is_skipped in enumerate(skipped):
@@ -104,5 +104,5 @@ class Answered(CostModel):
         return dict(self.told.resident[f"{rank}/{step}/{updated}"])
 
     def local(self, rank: int) -> Local:
-        """Elements by name that the class promised for ``rank``."""
+        """Elements that the class promised for ``rank`` (name -> count)."""
         return Local(**self.told.local[str(rank)])

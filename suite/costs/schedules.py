@@ -23,7 +23,7 @@ from functools import partial
 
 @dataclass(frozen=True)
 class Setting:
-    """What the closed forms depend on; times are those of a rank's work on one micro-batch."""
+    """The input of the closed forms; times are those of a rank's work on one micro-batch."""
 
     ranks: int
     micro_batches: int
@@ -50,7 +50,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """What is published of one schedule; ``None``: nothing is, for this setting.
+    """The published formulas of one schedule; ``None``: there are none for this setting.
 
     ``held(setting, rank)`` counts micro-batches in flight, once for each chunk that holds one.
     """

@@ -188,7 +188,7 @@ class TensorParallel(CostModel):
         return [(t, self.elements(t, rank)) for t in self.facts.parameters]
 
     def communication_at_rest(self, rank: int, step: int) -> int:
-        """What was gathered or summed has become a gradient, or gone; the norm may stay."""
+        """The gathered or summed tensor has become a gradient, or gone; the norm may remain."""
         return _SCALARS
 
     def unclassified_limit(self, rank: int, step: int) -> int:
@@ -226,7 +226,7 @@ class TensorParallel(CostModel):
         return self.elements(tensor, rank)
 
     def local(self, rank: int) -> Local:
-        """Elements by name that ``rank`` holds."""
+        """Elements that ``rank`` holds (name -> count)."""
         return Local.of(self.facts, {t.name: n for t, n in self.parts(rank)})
 
 

@@ -90,7 +90,7 @@ class Zero1(CostModel):
         }
 
     def kept(self, rank: int, step: int) -> int:
-        """What reductions keep."""
+        """The residuals of reductions."""
         return kept_bytes(self.facts, self.flats, rank, step)
 
     @property
@@ -100,7 +100,7 @@ class Zero1(CostModel):
         return sum(flat.padded_bytes(self.facts.compute(flat.dtype)) for flat in flats)
 
     def parameter_bytes(self) -> int:
-        """Whole, in the layouts that they are gathered into, beside frozen and strided ones."""
+        """Whole, in the layouts that they are gathered into, with frozen and strided ones."""
         facts = self.facts
         own = sum(
             t.numel * ITEMSIZE[facts.compute(t.dtype)]
@@ -111,7 +111,7 @@ class Zero1(CostModel):
         return own + whole - self.strided_copies
 
     def gradient_bytes(self, rank: int, step: int) -> int:
-        """Those that this rank owns a part of; kept for good, from the first step on."""
+        """Those that this rank owns a part of; kept permanently, from the first step on."""
         ever = used_by(self.facts.parameters, self.facts.steps - 1)
         return sum(map(self.kept_bytes, owned(self.facts, self.flats, rank, ever)))
 
@@ -120,7 +120,7 @@ class Zero1(CostModel):
         return flat.padded_bytes(self.facts.reduction(flat.dtype))
 
     def communication_at_rest(self, rank: int, step: int) -> int:
-        """Buffers of gradients that this rank owns no part of; layouts that lie beside parameters
+        """Buffers of gradients that this rank owns no part of; layouts that lie next to parameters
         where the optimizer updates copies of them on the host.
         """
         buffers = sum(map(self.kept_bytes, self.flats))
@@ -147,7 +147,7 @@ class Zero1(CostModel):
         return {"communication": buffers, "gradients": Bound(0, self.gradient_bytes(rank, step))}
 
     def local(self, rank: int) -> Local:
-        """Elements by name: whole parameters, own parts of optimizer state."""
+        """Elements (name -> count): whole parameters, own parts of optimizer state."""
         whole = {t.name: t.numel for t in self.facts.parameters}
         return Local.of(self.facts, whole, {t.name: n for t, n in self.parts(rank)})
 
@@ -296,7 +296,7 @@ class Zero3(CostModel):
         }
 
     def kept(self, rank: int, step: int) -> int:
-        """What reductions keep."""
+        """The residuals of reductions."""
         called = [flat for flat in self.reduced if used_by(flat.members, step)]
         return kept_bytes(self.facts, called, rank, step)
 
@@ -315,7 +315,7 @@ class Zero3(CostModel):
         return self.communication_at_rest(rank, step)
 
     def local(self, rank: int) -> Local:
-        """Elements by name of the shards that ``rank`` owns."""
+        """Elements of the shards that ``rank`` owns (name -> count)."""
         own = Counter[str]()
         for tensor, count in self.parts(rank):
             own[tensor.name] += count
@@ -381,8 +381,8 @@ class Zero3(CostModel):
         return ends if any(not t.in_every_backward for u in ends for t in u.members) else []
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
-        """Whole parameters beside the shards: at least root and largest unit, with the units
-        around it; at most also those gathered ahead, recomputed together or gathered in vain.
+        """Whole parameters in addition to the shards: at least root and largest unit, with the
+        units around it; at most also those gathered ahead, recomputed together or gathered in vain.
         """
         if phase not in ("forward", "backward") or self.facts.shards == 1:
             return {}
@@ -489,7 +489,9 @@ class Zero3(CostModel):
 
 
 def scratch_of(facts: ModelFacts, flats: Iterable[Flat]) -> list[int]:
-    """Bytes that a rank receives beside its own gradients while each of ``flats`` is reduced."""
+    """Bytes that a rank receives in addition to its own gradients while each of ``flats`` is
+    reduced.
+    """
     ranks = facts.shards
     return [
         collectives.scratch(facts, "reduce_scatter", ranks, flat.padded)
@@ -500,7 +502,7 @@ def scratch_of(facts: ModelFacts, flats: Iterable[Flat]) -> list[int]:
 
 
 def kept_bytes(facts: ModelFacts, flats: Iterable[Flat], rank: int, step: int) -> int:
-    """What compressed reductions of ``flats`` keep on ``rank``: of whole parameters."""
+    """The residuals of compressed reductions of ``flats`` on ``rank``: of whole parameters."""
     axis = facts.sharded or facts.replicated
     place, ranks = facts.place(rank, axis), facts.size(axis)
     members = (tensor for flat in flats for tensor in flat.members)

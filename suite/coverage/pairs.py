@@ -109,13 +109,13 @@ Setup = tuple[str, str]
 
 
 def setup_of(case: Case) -> Setup:
-    """What ``case`` asks its system for, to look up what that declares."""
+    """The request of ``case`` to its system, to look up its declaration."""
     return case.implementation, json.dumps(dict(case.options), sort_keys=True)
 
 
 @functools.cache
 def declared(setup: Setup) -> Declaration | None:
-    """What ``setup`` declares; ``None``: it is a user's own, not installed here, or refused."""
+    """The declaration from ``setup``; ``None``: a user's own, not installed here, or refused."""
     from shardproof.registry.declaration import Declaration  # imports torch: reports need none
 
     system, options = setup

@@ -117,5 +117,5 @@ def names() -> list[str]:
 
 
 def about(name: str) -> str:
-    """What a form is; empty of a trait, which ``shardproof list traits`` tells."""
+    """The meaning of a form; empty of a trait, which ``shardproof list traits`` explains."""
     return FORMS[name][0] if name in FORMS else ""

@@ -1,1 +1,1 @@
-"""What ranks left behind, put together, and the account that a verdict is made of."""
+"""The records of ranks, put together, and the account that a verdict is made of."""

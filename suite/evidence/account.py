@@ -59,7 +59,7 @@ _APART = Form(lambda figures: figures, lambda figures: None)
 
 @dataclass
 class Account(Stored):
-    """What became of one case.  Empty texts and ``None``: it did not come to that.
+    """The outcome of one case. Empty texts and ``None``: that point was not reached.
 
     ``broken``: the implementation could not be loaded; ``refused``: it declined the options, as
     ``[error type, message]``; ``cannot_fit``: why what it declares cannot be done to this model, or

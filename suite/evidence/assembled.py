@@ -1,4 +1,4 @@
-"""What the ranks left behind, put together again.
+"""The state that the ranks left behind, put together again.
 
 The judge never asks an implementation for a whole tensor: it assembles the pieces that the ranks
 hold and checks on the way that every element is owned exactly once per replica, that shapes agree
@@ -124,7 +124,9 @@ def _merge(pieces: list[tuple[int, Piece]], first: Tensor | None) -> Tensor:
 
 
 def _region(piece: Piece, shape: tuple[int, ...]) -> tuple[str, bool]:
-    """What ``piece`` covers of a tensor of ``shape``, in words, and whether it lies in it."""
+    """The part of a tensor of ``shape`` that ``piece`` covers, in words, and whether it
+    lies in it.
+    """
     if piece.flat_range is not None:
         start, stop = piece.flat_range
         return f"flat range {start}:{stop}", 0 <= start <= stop <= math.prod(shape)
@@ -137,7 +139,7 @@ def _region(piece: Piece, shape: tuple[int, ...]) -> tuple[str, bool]:
 
 @dataclass(eq=False, repr=False)
 class Figures(ABC):
-    """What a verdict is made of, as plain data: the case and everything but the tensors."""
+    """The input of a verdict, as plain data: the case and everything but the tensors."""
 
     case: Case
     records: list[RankRecord]
@@ -154,7 +156,7 @@ class Figures(ABC):
 
     @property
     def declaration(self) -> Declaration:
-        """What the implementation declares, as the ranks saw it."""
+        """The declaration of the implementation, as the ranks saw it."""
         return self.records[0].declaration
 
     @property
@@ -181,7 +183,7 @@ class Figures(ABC):
         return self.case.depth or self.declaration.depth
 
     def cost_model(self, facts: ModelFacts | None = None) -> CostModel | None:
-        """What the system promises to the byte (``None``: nothing), for ``facts`` or the case's."""
+        """The system's promises to the byte (``None``: none), for ``facts`` or the case's."""
         facts = facts or self.model_facts
         if self.depth == "family" or facts is None:
             return None
@@ -191,7 +193,7 @@ class Figures(ABC):
 
     @property
     def family(self) -> Family | None:
-        """What every system of its strategy promises, where it is held to no more than that."""
+        """The promises of every system of its strategy, where it is judged by no more than that."""
         if self.depth != "family":
             return None
         declared = self.declaration
@@ -209,7 +211,7 @@ class Figures(ABC):
 
     @cached_property
     def members(self) -> list[StepMembers]:
-        """Who took part in each step, and in which batch."""
+        """The members of each step, and its batch."""
         return members.of(self.case, self.declaration.batch)
 
     @property
@@ -316,7 +318,7 @@ class Evidence(Figures):
 
     @cached_property
     def trajectories(self) -> Sequence[Evidence]:
-        """What each data coordinate holds, beside its own oracle, where they train alone.
+        """The state of each data coordinate with its own oracle, where they train alone.
 
         Elsewhere there is one trajectory, this one.
         """
@@ -346,7 +348,7 @@ class Evidence(Figures):
         return replace(state, tensors=shared)
 
     def kept(self, step: int) -> dict[str, Tensor]:
-        """What reductions keep from ``step`` to the next: optimizer slots named ``...@...``."""
+        """The residuals from ``step`` to the next: optimizer slots named ``...@...``."""
         state = self._assemble(step, "after_update", "optimizer")
         return {name: tensor for name, tensor in state.first().items() if KEPT in name}
 
@@ -404,7 +406,7 @@ class Evidence(Figures):
 
 
 class Continued(Evidence):
-    """Of training that went on from a checkpoint that ``base`` saved: earlier steps are its own.
+    """Evidence of training that resumed from a checkpoint of ``base``: earlier steps are its own.
 
     In the place of the last of these is what was loaded.
     """
@@ -427,7 +429,7 @@ class Continued(Evidence):
 
     @property
     def updated_before(self) -> int:
-        """Of those who saved."""
+        """The part of the ranks that saved."""
         trained = self.base.records[0].steps
         before = [s for s in self.base.steps if s < self.first_step and not trained[s].skipped]
         return max(before, default=self.base.updated_before)

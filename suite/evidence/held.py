@@ -1,4 +1,4 @@
-"""What a rank held at one moment, as few tensors: a flat copy for each dtype, and where what lies.
+"""The state of a rank at one moment, as few tensors: a flat copy for each dtype, and its layout.
 
 A model of 42 parameters is copied, packed, read and compared as one tensor.
 """
@@ -19,7 +19,7 @@ from shardproof import tensor_bytes
 from shardproof.contract import Piece
 
 #: How what is held at one moment is like that of another.
-Likeness = Literal["same", "told otherwise", "changed"]
+Likeness = Literal["same", "recut", "changed"]
 #: Contents so far, and their parts by shapes, under what is cheap to tell of them: dtype, elements
 #: and the first few bytes.  See :meth:`Held.share`.
 Shared = dict[tuple[str, int, bytes], list[tuple[Tensor, dict[str, list[Tensor]]]]]
@@ -85,7 +85,7 @@ class Held:
 
     def likeness(self, other: Held) -> Likeness:
         """How the other is like this: ``same`` elements with the same bits, however they are cut
-        and called; ``told otherwise``: one of them has more elements, and the others are the same.
+        and called; ``recut``: one of them has more elements, and the others are the same.
         """
         if self.equals(other):
             return "same"
@@ -98,7 +98,7 @@ class Held:
             if len(torch.cat([own, theirs[key]]).unique(dim=0)) != max(sizes):
                 return "changed"
             more = more or len(sizes) > 1
-        return "told otherwise" if more else "same"
+        return "recut" if more else "same"
 
     def _elements(self) -> dict[tuple[Any, ...], Tensor]:
         """By name, global shape and dtype a row for every element: its number, and its bytes."""
@@ -134,12 +134,12 @@ class Held:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Held:
-        """What :meth:`to_dict` described."""
+        """The instance that :meth:`to_dict` described."""
         return cls(**data)
 
 
 def part(piece: Piece, whole: Tensor) -> Tensor:
-    """What the contiguous ``whole`` has where ``piece`` lies: a view."""
+    """The part of the contiguous ``whole`` where ``piece`` lies: a view."""
     if piece.flat_range is not None:
         return whole.reshape(-1)[slice(*piece.flat_range)]
     bounds = piece.slices if piece.slices is not None else [(0, n) for n in whole.shape]

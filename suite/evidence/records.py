@@ -1,4 +1,4 @@
-"""What the ranks of a case leave, and what the leader measures of it: the rows of the evidence.
+"""The records of a case's ranks, and the measurements of the leader: the rows of the evidence.
 
 Names of fields are those of the stored files: docs/evidence.md tells each.  ``to_dict`` gives the
 stored form, ``from_dict`` reads it again; a field that it lacks and that has no default raises
@@ -54,7 +54,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Stored):
-    """What a rank loaded before its first step, beside its pieces.
+    """The state that a rank loaded before its first step, apart from its pieces.
 
     ``step``: number of that step; ``extra``: what ``load`` returned; ``before``: digests of
     generators after ``setup``; ``parted``: names that were one parameter until the load.
@@ -139,7 +139,7 @@ class Drawn(Stored):
 
 @dataclass(frozen=True, slots=True)
 class Voted(Stored):
-    """What a rank was told in vote ``step`` of a script (workload ``votes``): whether training is
+    """The answer to a rank in vote ``step`` of a script (workload ``votes``): whether training is
     over, the step of the best checkpoint so far, and the metric over all data.
     """
 
@@ -152,7 +152,7 @@ class Voted(Stored):
 
 @dataclass
 class RankRecord(Stored):
-    """What one rank did and held in one case.
+    """The actions and state of one rank in one case.
 
     ``cores``: how many it could run on.  ``initial``: pieces after ``setup``; ``final``: after the
     last step, of systems that are judged by a replay.  ``history``: its updates, of systems without
@@ -206,7 +206,9 @@ class RankRecord(Stored):
 
     @property
     def told_state(self) -> str:
-        """What its sampler told when the leg ended, as JSON; empty: nothing was stopped."""
+        """The state that its sampler reported at the end of the leg, as JSON; empty: nothing was
+        stopped.
+        """
         return next((drawn.state for drawn in self.drawn if drawn.state), "")
 
     def held(self) -> Iterator[Held]:
@@ -296,7 +298,7 @@ Compared = Annotated[ComparisonRow, Form(write=ComparisonRow.to_dict)]
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFacts(Stored):
-    """What checks need to know of the workload.
+    """The facts about the workload that checks need.
 
     ``zero_gradient``: regions of parameters whose true gradient is 0, one ``(start, stop)`` per
     dimension.  ``widest``: the widest dtype that the model computes in.  ``beside_loss``: a
@@ -349,7 +351,9 @@ class OracleStep:
 
 @dataclass(frozen=True)
 class OracleFacts(SparselyStored):
-    """What is kept of the oracle (:class:`shardproof.oracle.truth.Truth`), without its tensors."""
+    """The stored part of the oracle (:class:`shardproof.oracle.truth.Truth`), without its
+    tensors.
+    """
 
     steps: Sequence[OracleStep] = ()
     budget: Budget | None = None

@@ -1,4 +1,4 @@
-"""Who keeps the ranks that wait: from what each rank did last to one cause and one sentence.
+"""The cause of ranks that wait: from the last action of each rank to one cause and one sentence.
 
 A collective needs all members of its group, a message its two ends.  So each rank that waits names
 those that it waits for; whoever of them does not wait itself keeps all the others.  If all wait in
@@ -205,7 +205,7 @@ def _awaited(one: Standing, ranks: Mapping[int, Standing]) -> Noted | None:
 
 
 def _missing(rank: int, call: Noted, ranks: Mapping[int, Standing]) -> list[int]:
-    """Who has not come to ``call`` of ``rank``."""
+    """The ranks that have not come to ``call`` of ``rank``."""
     members = _members(call)
     if call.number:
         reached = {
@@ -279,7 +279,7 @@ def _told(
 
 
 def _key(call: Noted) -> tuple[str, int]:
-    """What is equal of one call as two ranks made it."""
+    """The key that one call has on two ranks."""
     return call.text, call.number
 
 

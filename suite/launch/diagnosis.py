@@ -76,7 +76,7 @@ class RankProcess:
 def diagnose(
     launch: RankLaunch, processes: Sequence[RankProcess], idle_looks: int = 0
 ) -> list[RankOutcome]:
-    """The outcome of every rank, by rank, causes told from consequences.
+    """The outcome of every rank, by rank, with causes and consequences distinguished.
 
     All processes have ended; ``idle_looks`` are those of the watchdog.  Where ranks waited for one
     another, the one to look at first has the autopsy.

@@ -41,7 +41,9 @@ def is_library(file: str) -> bool:
 
 
 def _is_own(file: str) -> bool:
-    """Whether ``file`` is of the implementation, or of what it calls beside torch."""
+    """Whether ``file`` is of the implementation, or of a library that it calls, other than
+    torch.
+    """
     return not (file.startswith(("<", _TORCH)) or is_judge(file))
 
 

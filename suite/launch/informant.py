@@ -38,7 +38,7 @@ class NoAnswer(RuntimeError):
 
 
 class Raised(Exception):
-    """What was asked raised an exception there: its class's name, its text and its ``repr``."""
+    """An exception that the request raised there: its class's name, its text and its ``repr``."""
 
     def __init__(self, kind: str, text: str, shown: str) -> None:
         super().__init__(text)
@@ -73,7 +73,7 @@ class Informant:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def do(self, function: Callable[..., Any], *given: Any) -> Any:
-        """What ``function(*given)``, of a module of the suite, returns there: plain data.
+        """The result of ``function(*given)``, of a module of the suite, from there: plain data.
 
         :raises Raised: it raised an exception.
         :raises NoAnswer: the process ended, took too long, or answered with something else.

@@ -177,7 +177,7 @@ class Kept(ProcessHost):
         return [RankProcess(pid, (rank,)) for rank, pid in enumerate(self._lent)]
 
     def descriptors(self, alive: Sequence[RankProcess]) -> list[int]:
-        """What becomes readable when one is done or has ended."""
+        """The descriptors that become readable when one is done or has ended."""
         services = [self._lent[process.pid] for process in alive]
         handles = [service.handle for service in services if service.handle is not None]
         return [*(service.orders.fileno() for service in services), *handles]
@@ -251,7 +251,7 @@ def _one(rank: int, order: bytes, log: Path) -> tuple[int, bool]:
 
 @dataclass(frozen=True)
 class _State:
-    """What programs change in a process without meaning to keep it."""
+    """The state of a process that programs change without meaning to keep it."""
 
     environment: dict[str, str]
     folder: str

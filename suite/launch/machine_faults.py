@@ -1,4 +1,4 @@
-"""What of this machine, not of a system, breaks ranks: asked after they broke."""
+"""The faults of this machine, not of a system, that break ranks: asked after they broke."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Nodes(ABC):
 
     @abstractmethod
     def host(self) -> RankHost:
-        """What runs ranks on these nodes."""
+        """The runner of ranks on these nodes."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -112,7 +112,7 @@ class Nodes(ABC):
 
 
 def facts_here() -> Mapping[str, Any] | None:
-    """What started this command on nodes; ``None``: it was not.
+    """The nodes on which this command was started; ``None``: it was not.
 
     ``nodes`` and ``ranks_per_node``; and for ``run.json`` the ``command`` that was typed, its
     ``commit``, and what is ``told`` of the nodes.

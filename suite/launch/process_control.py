@@ -74,7 +74,7 @@ def children() -> set[int]:
 
 
 def _text(path: Path) -> str:
-    """What a file of the kernel says; empty once its process or thread has ended."""
+    """The content of a file of the kernel; empty once its process or thread has ended."""
     try:
         return path.read_text()
     except (FileNotFoundError, ProcessLookupError):

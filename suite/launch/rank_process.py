@@ -1,4 +1,4 @@
-"""What happens inside a rank process: join, run the program, leave a record and how it ended.
+"""The life of a rank process: join, run the program, leave a record and how it ended.
 
 A process holds one rank, or all of them as threads.  Whatever the program does, two files tell the
 leader about rank ``k`` afterwards: ``rank<k>.end`` (how it ended, if it could still say so) and its
@@ -103,7 +103,7 @@ class RankLaunch:
         return self.workdir / "rendezvous"
 
     def record(self, rank: int) -> Path:
-        """What the program returned."""
+        """The result of the program."""
         return self.workdir / f"rank{rank}{RECORD}"
 
     def end(self, rank: int) -> Path:
@@ -111,12 +111,12 @@ class RankLaunch:
         return self.workdir / f"rank{rank}.end"
 
     def output(self, rank: int) -> Path:
-        """What the rank printed."""
+        """The output of the rank."""
         return self.workdir / f"rank{rank}.out"
 
     @property
     def shared_output(self) -> Path:
-        """What native code printed in a process that holds all ranks."""
+        """The output of native code in a process that holds all ranks."""
         return self.workdir / "ranks.out"
 
     def stacks(self, rank: int) -> Path:

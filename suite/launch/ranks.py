@@ -65,7 +65,9 @@ class RankHost(ABC):
         """
 
     def informant(self, workdir: Path, seconds: float) -> Informant:
-        """What imports a user's code and answers for it, as far from the judge as ranks are."""
+        """The process that imports a user's code and answers for it, as far from the judge as ranks
+        are.
+        """
         return Informant(workdir, seconds)
 
     def settle(self, held: bool) -> None:
@@ -97,7 +99,7 @@ class ProcessHost(RankHost):
         """The wait status of a process that has ended, or is done and kept; ``None``: not yet."""
 
     def lost(self, at_end: bool = False) -> Mapping[int, Lost]:
-        """What has become of the nodes of ranks, by rank; none of this machine's own.
+        """The state of the nodes of ranks, by rank; none of this machine's own.
 
         ``at_end``: all have ended; waits until it is known whether nodes have, too.
         """
@@ -143,7 +145,7 @@ class Forked(ProcessHost):
         return iter([tuple(every)] if launch.backend.threads else [(rank,) for rank in every])
 
     def mpirun(self, launch: RankLaunch) -> Mpirun:
-        """What makes the processes ranks of MPI."""
+        """The launcher that makes the processes ranks of MPI."""
         folder = launch.workdir / "mpirun"
         folder.mkdir()
         return Mpirun(range(launch.world), folder)
@@ -262,7 +264,7 @@ class Supervisor:
         return self._watchdog.stand_still(max(1, int(asleep_s / TICK_SECONDS)))
 
     def _differ(self) -> bool:
-        """Whether the calls that ranks have noted cannot match, and nobody goes on."""
+        """Whether the recorded calls of ranks cannot match, and no rank continues."""
         least = WAITING_LOOKS if self._watchdog.parting else DESYNC_LOOKS
         if self._watchdog.silence < least or not self._watchdog.idle:
             return False
@@ -274,7 +276,7 @@ class Supervisor:
             self._spent_at_failure = self._watchdog.spent
 
     def _excess(self, process: RankProcess) -> tuple[str, frozenset[int]]:
-        """What the process has too much of ("": nothing), and which of its ranks is to blame."""
+        """The limit that the process exceeds ("": none), and the rank that is to blame."""
         memory_bytes = self._launch.memory_bytes
         if memory_bytes is not None:
             resident = process_control.resident_bytes(process.pid)

@@ -31,7 +31,7 @@ _IDLE_SHARE = 0.02
 
 
 def most_idle_looks(asleep_s: float) -> int:
-    """Looks at ranks that cannot go on after which they have ended.
+    """The number of looks at stuck ranks after which they are ended.
 
     ``asleep_s``: seconds after which ranks that sleep outside of calls stand still.
     """
@@ -40,7 +40,7 @@ def most_idle_looks(asleep_s: float) -> int:
 
 @dataclass
 class _Rank:
-    """What one rank was seen to do; CPU in seconds."""
+    """The observed activity of one rank; CPU in seconds."""
 
     state: int = heartbeat.NEW
     #: The kernel's number of its thread, where ranks are threads; 0: it has not begun.
@@ -72,7 +72,7 @@ class Watchdog:
         self.idle_looks = 0
 
     def begin(self, alive: Sequence[RankProcess]) -> None:
-        """What the processes have computed before is not these ranks'."""
+        """The earlier computation of the processes does not count for these ranks."""
         for pid, rank in ((process.pid, rank) for process in alive for rank in process.ranks):
             _, self._ranks[rank].cpu = process_control.activity_of(pid)
         self.restart()
@@ -115,7 +115,9 @@ class Watchdog:
 
     @property
     def parting(self) -> bool:
-        """Whether a rank has returned and gives its peers time: its end wakes who waits for it."""
+        """Whether a rank has returned and gives its peers time: its end wakes a rank that waits for
+        it.
+        """
         return any(rank.state == heartbeat.RETURNED for rank in self._ranks)
 
     @property

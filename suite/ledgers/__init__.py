@@ -1,1 +1,1 @@
-"""What a rank did, recorded by the suite and never by the implementation."""
+"""The actions of a rank, recorded by the suite and never by the implementation."""

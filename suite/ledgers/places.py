@@ -37,8 +37,8 @@ def sent_across(call: LoggedCall, rank: int, nodes: Sequence[int]) -> Fraction |
 def promised_across(
     operation: str, groups: Iterable[Sequence[int]], nodes: Sequence[int], whole: bool = True
 ) -> Fraction | None:
-    """The share of what all ``groups`` send that crosses; ``None``: they differ, or it hangs on
-    the receiver.  ``whole``: calls are made by all of a group, not by some of it.
+    """The share of the bytes of all ``groups`` that crosses; ``None``: they differ, or it depends
+    on the receiver. ``whole``: calls are made by all of a group, not by some of it.
     """
     groups = [*groups]
     how = lie(groups, nodes)

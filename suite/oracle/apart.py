@@ -87,7 +87,7 @@ def shared(
 
 
 def trained(case: Case, train: Callable[[], Truth]) -> Truth:
-    """What ``train`` returns; what it raises is raised here.
+    """The result of ``train``; its exceptions are raised here.
 
     :raises RuntimeError: the child ended before it could answer.
     """

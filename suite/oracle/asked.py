@@ -1,4 +1,4 @@
-"""What a system answers that takes part in its oracle, held against the contract.
+"""The answers of a system that takes part in its oracle, checked against the contract.
 
 :raises BrokenContract: an answer is not what is asked, or asking raised something.
 """
@@ -86,7 +86,7 @@ class Meets(_Asked):
     method = "meeting(options)"
 
     def begin(self, parameters: Mapping[str, Tensor]) -> Tensors:
-        """What is kept before the first step."""
+        """The state before the first step."""
         return self._slots(".begin", self._ask(lambda: self.made.begin(copies(parameters))))
 
     def meets(self, step: int) -> bool:
@@ -97,7 +97,7 @@ class Meets(_Asked):
     def meet(
         self, ends: Sequence[Mapping[str, Tensor]], kept: Mapping[str, Tensor]
     ) -> tuple[Tensors, Tensors]:
-        """The parameters with which all go on, and what is kept."""
+        """The parameters with which all continue, and the kept state."""
         met = self._ask(lambda: self.made.meet([copies(end) for end in ends], copies(kept)))
         wanted = "two dicts of tensors by name"
         parameters, after = asked(self.system, f"{self.method}.meet", met, tuple, wanted)

@@ -1,4 +1,4 @@
-"""Kinds of oracle: how each is trained, why there is none, and what it says beside its numbers.
+"""Kinds of oracle: how each is trained, why there is none, and its statements besides numbers.
 
     plain        the same training in one process
     emulated     the same, but the sum over coordinates loses what the system says that it loses
@@ -30,7 +30,7 @@ from shardproof.workloads import Workload
 
 @dataclass(frozen=True)
 class Ran:
-    """What an oracle may ask of the run: how many workers had data, and what ranks report."""
+    """The requests of an oracle to the run: how many workers had data, and the reports of ranks."""
 
     workers: int
     events: Sequence[Event]
@@ -81,7 +81,7 @@ class Plain(Oracle):
 
     @property
     def missing_because(self) -> str:
-        """What one device cannot compute under the policy of precision."""
+        """The part that one device cannot compute under the policy of precision."""
         return training.no_oracle_because(self.workload, self.case.precision)
 
     def _train(self, cache: Path, ran: Ran) -> Truth:

@@ -1,4 +1,4 @@
-"""Who takes part in each step of a case whose members change, and what that makes of its batches.
+"""The members of each step of a case whose members change, and the effect on its batches.
 
 Samples stand in one endless row, epoch after epoch; a step takes the next ones.
 """

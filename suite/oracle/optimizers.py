@@ -1,4 +1,4 @@
-"""The judge's optimizers: built from an :class:`~shardproof.contract.OptimizerSpec`, state by name.
+"""The judge's optimizers: built from an :class:`~shardproof.contract.OptimizerSpec`; named state.
 
 Used by the oracle and by the replay of updates.  Implementations build their own.
 """

@@ -189,7 +189,7 @@ def truth(
     events: Sequence[Event],
     by_worker: bool = False,
 ) -> Truth:
-    """What the judge compares with: ``initial`` and ``final`` parameters, updates, staleness.
+    """The reference of the judge: ``initial`` and ``final`` parameters, updates, staleness.
 
     ``events`` are those of all ranks, ``fed`` of how many steps every worker gave gradients;
     ``by_worker``: optimizer state is each worker's own.

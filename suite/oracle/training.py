@@ -283,7 +283,7 @@ class _Training:
 
 @dataclass(frozen=True)
 class Pull:
-    """What a term of the loss that spans micro-batches does to one data coordinate.
+    """The effect of a loss term that spans micro-batches on one data coordinate.
 
     ``slope``: by how much the term changes with the statistics of each of its micro-batches;
     ``share``: of the term's values, so that those of all coordinates add up.
@@ -315,7 +315,7 @@ def pulls(terms: Sequence[LossTerm], parts: Sequence[Sequence[Sequence[Tensor]]]
 
 
 class Device:
-    """One device: ``module`` computes, ``masters`` (by name, as built) are updated.
+    """One device: ``module`` computes, ``masters`` (name -> tensor, as built) are updated.
 
     They are the same parameters unless ``precision`` wants others to compute with.
     """
@@ -450,7 +450,7 @@ def no_oracle_because(workload: Workload, precision: Precision) -> str:
 
 
 def force(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy ``values`` into ``parameters``, by name."""
+    """Copy ``values`` into the ``parameters`` of the same names."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(values[name])
@@ -537,7 +537,8 @@ def parts(
     pulled: Sequence[Pull] = (),
     alone: bool = False,
 ) -> list[Tensors]:
-    """Gradients by name of each micro-batch of ``batch``, from ``state``, in training mode.
+    """Gradients (name -> tensor) of each micro-batch of ``batch``, from ``state``, in training
+    mode.
 
     ``alone``: of what is ``pulled`` only, without the loss of the micro-batch.
     """
@@ -579,12 +580,12 @@ def buffers_after(
 
 
 def copies(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Detached copies, by name."""
+    """Detached copies (name -> tensor)."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def buffers_of(module: nn.Module) -> Tensors:
-    """Copies of the buffers of ``module``, by name."""
+    """Copies of the buffers of ``module`` (name -> tensor)."""
     return copies(dict(module.named_buffers()))
 
 

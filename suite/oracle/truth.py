@@ -1,4 +1,4 @@
-"""What a case is compared with: tensors and numbers of the same training in one process."""
+"""The reference of a case: tensors and numbers of the same training in one process."""
 
 from __future__ import annotations
 

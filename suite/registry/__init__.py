@@ -160,7 +160,9 @@ def modules(family: str) -> list[str]:
 
 @cache
 def takers() -> Mapping[str, str]:
-    """What is no class of the contract, such as a hook -> the implementation that takes it."""
+    """A thing that is no class of the contract, such as a hook -> the implementation that
+    takes it.
+    """
     return {found[1]: name for name, text in _exports() if (found := _TAKES.search(text))}
 
 
@@ -196,7 +198,7 @@ def _mutant_modules() -> Mapping[str, str]:
 
 
 def _find(name: str, path: str) -> Any:
-    """What ``path`` (``package.module:Class``) leads to."""
+    """The class at ``path`` (``package.module:Class``)."""
     try:
         return at_path(path)
     except CannotImport as error:

@@ -1,4 +1,4 @@
-"""What people have and is no class of the contract: a hook, an optimizer, a sampler, a plan.
+"""Things of users that are no class of the contract: a hook, an optimizer, a sampler, a plan.
 
 Each goes into an adapter around PyTorch as an option, by the path under which ranks import it.
 """

@@ -1,4 +1,4 @@
-"""What the methods of a system return, held against the contract: a wrong type is its own fault.
+"""The results of a system's methods, checked against the contract: a wrong type is its own fault.
 
 Every function asks one method.
 
@@ -74,7 +74,7 @@ def pieces(system: Implementation, kind: Kind, rank: int = 0) -> list[Piece]:
 
 
 def _extra(system: Implementation, rank: int) -> list[Piece]:
-    """``extra_state()``; tensors and numbers by name become whole pieces of this rank."""
+    """``extra_state()``; named tensors and numbers become whole pieces of this rank."""
     method, wanted = "extra_state()", "tensors and numbers by name, or a list of Piece objects"
     told = asked(system, method, system.extra_state(), (Mapping, list, tuple), wanted)
     if not isinstance(told, Mapping):
@@ -145,7 +145,7 @@ def _within(ranges: Any, sizes: Sequence[int]) -> bool:
 
 
 def step(system: Implementation, step: int, value: Any) -> StepResult:
-    """What ``step`` returned, with a loss and a norm that are numbers.
+    """The result of ``step``, with a loss and a norm that are numbers.
 
     Asked when the step is over: to read a tensor is an operator, which the ledger would count.
     """
@@ -198,7 +198,7 @@ def tensors(system: object, method: str, value: Any, wanted: str) -> dict[str, T
 
 
 def saved(system: Implementation, value: Any) -> Any:
-    """What ``save`` returned: something to wait for, or ``None``."""
+    """The result of ``save``: something to wait for, or ``None``."""
     if value is not None and not callable(getattr(value, "wait", None)):
         came = type(value).__name__
         raise broken(system, "save(path, extra)", came, "an object with wait(), or None")
@@ -206,7 +206,7 @@ def saved(system: Implementation, value: Any) -> Any:
 
 
 def extra(system: Implementation, value: Any) -> dict[str, Any]:
-    """What ``load`` returned, as JSON gives it back."""
+    """The result of ``load``, as JSON gives it back."""
     wanted = "the mapping that save was given"
     asked(system, "load(path)", value, Mapping, wanted)
     try:

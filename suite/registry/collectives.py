@@ -1,4 +1,5 @@
-"""The suite's own collectives over send and recv (``impls/reference/collectives/``), by name.
+"""The suite's own collectives over send and recv (``impls/reference/collectives/``), by their
+names.
 
 For those who time or judge them, and may not import implementations themselves.
 """

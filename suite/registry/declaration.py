@@ -1,4 +1,4 @@
-"""What a system says of itself (its *declaration*), and what is missing for it here.
+"""The declaration of a system, and its needs that are missing here.
 
 Cases, benches and ``prove`` all ask this module, so that a system is left out for the same reasons
 and in the same words everywhere.
@@ -64,7 +64,7 @@ _KINDS: dict[type, tuple[Any, str]] = {
 @dataclass(frozen=True)
 class Declaration(Capabilities, Stored):
     """The capabilities of a system under some options, the ``strategy`` that it claims, and the
-    ``depth`` at which it is held to that.  ``reconfigures``: whether it goes on with other members.
+    ``depth`` at which it is judged. ``reconfigures``: whether it continues with other members.
     """
 
     features: Annotated[frozenset[str], Form(frozenset, sorted)] = frozenset()
@@ -79,13 +79,13 @@ class Declaration(Capabilities, Stored):
 
     @property
     def not_trained(self) -> str:
-        """What it is, if it trains no model; empty: it trains one."""
+        """The kind of system, if it trains no model; empty: it trains one."""
         kind = contract.UNTRAINED.get(self.strategy)
         return kind.not_trained() if kind else ""
 
     @classmethod
     def of(cls, system: type[Implementation], options: Options) -> Declaration:
-        """What ``system`` declares.
+        """The declaration of ``system``.
 
         :raises Refused: it declines the options.
         :raises BrokenContract: it raises anything else, or gives something else.
@@ -114,8 +114,8 @@ class Declaration(Capabilities, Stored):
         return cls(**fields, strategy=system.strategy, depth=system.depth, reconfigures=goes_on)
 
     def problem(self) -> str:
-        """What it says that nothing knows, or the trait that it declines although its strategy
-        implies it; empty: nothing.  A misspelt word must not pass for one that was not said.
+        """The declared word that is unknown, or the declined trait that its strategy implies;
+        empty: none. A misspelt word must not pass for one that was not declared.
         """
         declinable: Collection[str] = (*TRAITS, CLIPPING, LOSS_SCALE, SECOND_DERIVATIVE)
         if self.strategy == Sampling.strategy:
@@ -272,7 +272,7 @@ class Declaration(Capabilities, Stored):
 
 @dataclass(frozen=True)
 class Answer(Stored):
-    """What asking a system gave: its declaration, or why there is none.
+    """The answer of a system: its declaration, or why there is none.
 
     ``refused``: the options are wrong.  ``missing``: it cannot run here, whatever the options.
     """

@@ -78,7 +78,7 @@ class StateRule:
 
     @cached_property
     def terms(self) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]:
-        """What it is after set-up (``None``: anything), and after an update.
+        """The value after set-up (``None``: anything), and after an update.
 
         :raises FormulaError: the text is no formula.
         """
@@ -94,7 +94,7 @@ class StateRule:
 
 
 def problem(declared: Capabilities) -> str:
-    """What is wrong with the rules that a system declares; empty: nothing."""
+    """The problem of the rules that a system declares; empty: none."""
     for name, text in declared.follows.items():
         rule, setting = StateRule(name, text), name.removeprefix(SETTING)
         if "*" in name.removesuffix("*"):
@@ -173,7 +173,7 @@ class Follows:
         return [name for name in buffers if self.rule_of(name) is not None]
 
     def values(self, names: Iterable[str], now: Now) -> Tensors:
-        """What the state ``names`` must be, as far as their rules say; in float64."""
+        """The expected state ``names``, as far as their rules say; in float64."""
         found, asked = {}, [(name, *both) for name in names if (both := self.rule_of(name))]
         if self.given is not None and any(rule.text == GIVEN for _, rule, _ in asked):
             own = self.given(now)

@@ -51,7 +51,7 @@ def _ask(task: Callable[[P], Any], items: Mapping[str, P], pool: Pool | None) ->
 
 
 def _on_nodes(nodes: Nodes, key: str, asked: Any) -> TaskEnd[Any]:
-    """What :func:`try_to_load` tells where ranks run, for this process imports nothing."""
+    """The result of :func:`try_to_load` where ranks run, for this process imports nothing."""
     with Workspace() as folder, nodes.host().informant(folder, SECONDS) as informant:
         try:
             form: Any = Loaded
@@ -182,7 +182,7 @@ def _named_in(case: Case) -> tuple[str, int | None]:
 
 
 def _trial(case: Case) -> str:
-    """What is tried once for all cases that share it."""
+    """The part that is tried once for all cases that share it."""
     return f"{case.workload} {case.dtype}"
 
 

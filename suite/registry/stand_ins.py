@@ -91,7 +91,7 @@ def stand_ins(case: Case, informants: Callable[[float], Informant]) -> Iterator[
 
 @dataclass(frozen=True)
 class About(Stored):
-    """What is asked of a class itself; ``broken``: why it cannot be used."""
+    """The answers of a class itself; ``broken``: why it cannot be used."""
 
     broken: str = ""
     name: str = ""
@@ -131,7 +131,7 @@ class StandIn(Implementation):
 
     @classmethod
     def ask(cls, function: Callable[..., Any], *given: Any) -> Any:
-        """What ``function(path, *given)`` returns there.
+        """The result of ``function(path, *given)`` there.
 
         :raises BrokenContract: the process has ended, or gave no answer.
         """
@@ -157,7 +157,7 @@ class StandIn(Implementation):
 
     @classmethod
     def capabilities(cls, options: Options) -> Capabilities:
-        """What it declares; the leader holds types and words against the contract."""
+        """Its declaration; the leader checks types and words against the contract."""
         told = cls.ask_plain(dict[str, Any], declared, dict(options))
         forms = {field.name: type(field.default) for field in dataclasses.fields(Capabilities)}
         if told.keys() != forms.keys():
@@ -189,7 +189,7 @@ class StandIn(Implementation):
 
     @classmethod
     def offers(cls, options: Options, backend: str, world: int) -> Any:
-        """What collectives it offers."""
+        """The collectives that it offers."""
         form = dict[str, dict[str, tuple[str, ...]]]
         return cls.ask_plain(form, offers, dict(options), backend, world)
 
@@ -230,7 +230,7 @@ class AskedMeeting:
     number: int
 
     def begin(self, parameters: Mapping[str, Tensor]) -> Any:
-        """What is kept before the first step."""
+        """The state before the first step."""
         return self.system.ask(called, self.number, "begin", dict(parameters))
 
     def meets(self, step: int) -> Any:
@@ -238,14 +238,14 @@ class AskedMeeting:
         return self.system.ask(called, self.number, "meets", step)
 
     def meet(self, ends: Sequence[Mapping[str, Tensor]], kept: Mapping[str, Tensor]) -> Any:
-        """The parameters with which all go on, and what is kept."""
+        """The parameters with which all continue, and the kept state."""
         return self.system.ask(called, self.number, "meet", [*map(dict, ends)], dict(kept))
 
 
 def own_costs(
     system: type[Implementation], facts: ModelFacts, skipped: Sequence[bool]
 ) -> OwnCosts | None:
-    """What the cost model that ``system`` brings promises; ``None``: it promises nothing here.
+    """The promises of the cost model that ``system`` brings; ``None``: it promises nothing here.
 
     :raises BrokenContract: it brings none, or it raised.
     """
@@ -319,14 +319,14 @@ def meeting(path: str, options: Options) -> int:
 
 
 def fold(path: str, number: int, step: int, parts: Sequence[Tensors]) -> list[Any]:
-    """What an emulator makes of gradients, what it sent and what it keeps."""
+    """An emulator's form of gradients, its sent part and its residual."""
     made = _made[number]
     folded = made(step, parts)
     return [folded, getattr(made, "sent", []), getattr(made, "kept", {})]
 
 
 def called(path: str, number: int, method: str, *given: Any) -> Any:
-    """What a method of an emulator or a meeting returns; one that need not be there: nothing."""
+    """The result of a method of an emulator or a meeting; of an optional one: nothing."""
     made = _made[number]
     if method == "regroup" and not hasattr(made, method):
         return None
@@ -339,12 +339,12 @@ def given_state(path: str, now: Mapping[str, Any], options: Options) -> Any:
 
 
 def offers(path: str, options: Options, backend: str, world: int) -> Any:
-    """What collectives it offers."""
+    """The collectives that it offers."""
     system = registry.load(path)
     return system.offers(options, backend, world) if issubclass(system, Collectives) else {}
 
 
 def costs(path: str, facts: Mapping[str, Any], skipped: Sequence[bool]) -> dict[str, Any] | None:
-    """What its cost model promises."""
+    """The promises of its cost model."""
     told = own_costs(registry.load(path), ModelFacts.from_dict(facts), skipped)
     return None if told is None else told.to_dict()

@@ -183,7 +183,7 @@ def outcome(result: CaseResult, capability: str) -> str:
 
 
 def _numbers(result: CaseResult) -> str:
-    """What comparisons that all passed say of the numbers: nothing, without the oracle's."""
+    """The meaning of comparisons that all passed: nothing, without the oracle's."""
     passed = {check.check for check in result.checks if check.status == "pass"}
     if "equivalence" not in passed:
         return verdicts.REPLICAS_ONLY if "replicas" in passed else "skip"
@@ -192,7 +192,7 @@ def _numbers(result: CaseResult) -> str:
 
 @dataclass
 class CapabilityCell:
-    """What the cases of one implementation and backend say about one capability.
+    """The answer of the cases of one implementation and backend on one capability.
 
     ``counts`` are verdicts by kind; ``left_out`` counts cases that were selected and not run;
     ``broken`` are ids of cases that broke; ``worlds`` the numbers of ranks of those that ran,

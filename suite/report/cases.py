@@ -103,9 +103,7 @@ class CaseGroup:
 
 
 def about(run: Run) -> Callable[[Case], str]:
-    """What gives the numbers of the columns that a case says something about, which the page's
-    script filters by.
-    """
+    """The attribute with the numbers of a case's columns, by which the page's script filters."""
     names = [name for name, _ in capability_matrix.matrix(run).columns]
 
     def of(case: Case) -> str:

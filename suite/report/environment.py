@@ -1,4 +1,4 @@
-"""What ran, when, and where: one column an invocation, without its lists of cases."""
+"""The system, time and machine of a run: one column an invocation, without its lists of cases."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
 
 
 def show(results: Sequence[CaseResult], write: Print, rows: bool = True) -> None:
-    """The tables of cases that a terminal shows: results, then memory and pipelines, if any; where
-    they have many ``rows`` that nobody asked for, one row for each family.
+    """The tables of cases that a terminal shows: results, then memory and pipelines, if any; one
+    row for each family where many ``rows`` were not asked for.
     """
     run = Run(Path(), Header(invocations=[]), cases=[*results])
     first, *others = (table for part in ABOVE for table in part.terminal(run))
@@ -119,7 +119,7 @@ def show(results: Sequence[CaseResult], write: Print, rows: bool = True) -> None
 
 
 def show_broken(results: Sequence[CaseResult], write: Print) -> None:
-    """What broke or is open, a block for each cause: the simplest case, and how to rerun it."""
+    """The failed and open cases, a block for each cause: the simplest case, and how to rerun it."""
     from rich.text import Text
 
     told = verdicts.RED | verdicts.OPEN
@@ -137,8 +137,8 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
 
 
 def show_kills(lines: Sequence[Kill], write: Print, rows: bool = True) -> None:
-    """What became of the faults that were planted: the kill matrix, or one row for each family
-    where there are many ``rows`` that nobody asked for.
+    """The outcome of planted faults: the kill matrix, or one row for each family where many
+    ``rows`` were not asked for.
     """
     if judged := kills.judged(lines):
         whole = rows or len(judged) <= brief.FEW

@@ -73,7 +73,7 @@ def kill_counts(kills: Sequence[Kill]) -> str:
 
 
 def sentence_counts(kills: Sequence[Kill]) -> str:
-    """How many kills are told exactly, vaguely, and by another cause than the fault's, by name."""
+    """How many kills are exact, vague, or name another cause than the fault's."""
     counts = Counter(kill.told for kill in kills if kill.told)
     wrong = [kill.name for kill in kills if kill.told == "wrong"]
     if not counts:

@@ -1,4 +1,4 @@
-"""What was *not* checked: left out, skipped, without power, not judged.
+"""The cases and figures *not* checked: left out, skipped, without power, not judged.
 
 A table of green verdicts says nothing about what no case looked at, so each reason why something
 was not looked at stands here with how often it occurred.
@@ -34,7 +34,7 @@ Pairs = Iterable[tuple[tuple[str, ...], str]]
 
 @dataclass(frozen=True)
 class Limit:
-    """What was not checked; ``items`` of rows are listed on demand, ``rest`` counts rows beyond."""
+    """The unchecked part; ``items`` of rows are listed on demand, ``rest`` counts rows beyond."""
 
     title: str
     why: str
@@ -127,7 +127,7 @@ def _of_cases(run: Run) -> Iterator[Limit]:
 
 
 def _of_checks(run: Run) -> Iterator[Limit]:
-    """What checks of cases that ran did not look at."""
+    """The figures that checks of cases did not judge."""
     ran = (result for result in run.cases if verdicts.kind(result.verdict) != "skip")
     judged = [(result.case.implementation, check) for result in ran for check in result.checks]
     title = "Checks that did not judge in cases that ran"

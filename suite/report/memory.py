@@ -43,7 +43,7 @@ def table_of_scenarios(results: Iterable[CaseResult]) -> Table:
 
 
 def allocator(results: Iterable[CaseResult]) -> Table:
-    """A GPU's allocator beside the ledger, a row for each case that ran on one."""
+    """A GPU's allocator next to the ledger, a row for each case that ran on one."""
     rows = []
     for result in results:
         if by_rank := result.figures("memory").get("allocator"):
@@ -63,7 +63,7 @@ def precision_of(case: Case) -> str:
 
 
 def with_figures(results: Iterable[CaseResult]) -> list[tuple[tuple[str, ...], Figures]]:
-    """Texts of :data:`HEADINGS` for each row, beside the figures that they come from."""
+    """Texts of :data:`HEADINGS` for each row, with their figures."""
     rows: dict[tuple[Any, ...], tuple[tuple[str, ...], Figures]] = {}
     for result in results:
         check = result.check("memory")

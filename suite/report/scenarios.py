@@ -35,7 +35,7 @@ def anchors(results: Sequence[CaseResult]) -> dict[str, str]:
 
 
 def about(name: str) -> str:
-    """What the scenario says of itself; empty: this machine does not have it."""
+    """The scenario's description of itself; empty: this machine does not have it."""
     try:
         return " ".join(find([name])[0].scenario.about.split())
     except InputError:

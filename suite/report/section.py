@@ -37,7 +37,7 @@ class Section:
     label = ""
 
     def html(self) -> Markup:
-        """What stands below the heading on ``report.html``."""
+        """The text below the heading on ``report.html``."""
         return Markup()
 
     def markdown(self) -> Iterator[str]:

@@ -59,7 +59,7 @@ class SectionOfCore(Section):
     run: Any = None
 
     def html(self) -> Markup:
-        """What stands below the heading on ``report.html``."""
+        """The text below the heading on ``report.html``."""
         template = TEMPLATES / f"{self.anchor}.html"
         return rendered(template, run=self.run, **_ASKED)
 

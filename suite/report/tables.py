@@ -38,7 +38,7 @@ OF_FAMILIES = (
 
 
 def terms(result: CaseResult) -> str:
-    """What stands behind a system that was not held to a layout of the suite's, or whose adapter
+    """The mark after a system that was not held to a layout of the suite's, or whose adapter
     multiplies losses.
     """
     told = {"family": ["depth family"], "own": ["own cost model"]}.get(result.depth or "", [])
@@ -115,7 +115,7 @@ def error_is_ratio(result: CaseResult) -> bool:
 
 
 def error_of(result: CaseResult) -> str:
-    """The worst error of a case beside its bound; a bound of 0 asks for equal bits.
+    """The worst error of a case and its bound; a bound of 0 asks for equal bits.
 
     A ratio (``x1.3 of 4``) is a multiple of one device's own error, all others are relative errors.
     """
@@ -174,7 +174,9 @@ def skips(results: Iterable[CaseResult], every: bool = True) -> list[str]:
 
 
 def left_out(reasons: Mapping[str, str], every: bool = True) -> list[str]:
-    """What was not run, ``reasons`` by id: a line for each reason, with some ids (``every``)."""
+    """The cases that were not run, ``reasons`` by id: a line for each reason, with some ids
+    (``every``).
+    """
     names: dict[str, list[str]] = defaultdict(list)
     for name, reason in reasons.items():
         names[reason].append(name)
@@ -183,7 +185,7 @@ def left_out(reasons: Mapping[str, str], every: bool = True) -> list[str]:
 
 
 def closing(run: Run) -> str:
-    """What the cases of ``run`` count as, those without a result included."""
+    """The counts of verdicts of ``run``, with cases that have no result."""
     told = verdicts.summary(verdicts.count(run.cases), len(run.left_out))
     absent = len(run.unfinished)
     return f"{told}, {absent} planned without a result" if absent else told

@@ -34,7 +34,7 @@ _PLACE = ("step", "point", "kind", "name", "replica")
 
 @dataclass(frozen=True)
 class Reproduced:
-    """What became of one result of the first run."""
+    """The outcome of one result of the first run."""
 
     id: str
     word: Word
@@ -62,7 +62,7 @@ def beside(run: Run) -> dict[str, str]:
 def judge(
     before: Run, after: Run | None, obstacles: Mapping[str, str], ids: frozenset[str]
 ) -> list[Reproduced]:
-    """What ``after`` says of each of ``ids`` in ``before``, what needs a look first.
+    """The outcome in ``after`` of each of ``ids`` in ``before``, the important ones first.
 
     ``obstacles``: why a case could not be run again here.
     """
@@ -136,7 +136,7 @@ def _digests(run: Path, result: CaseResult) -> dict[tuple[Any, ...], str]:
 
 
 def _environment(before: Run, name: str, after: Run) -> str:
-    """What computes otherwise here than where ``before`` ran the case; empty: nothing known."""
+    """The differences in computing here from where ``before`` ran the case; empty: none known."""
     there, here = _ran(before, name), _ran(after, name)
     for what, was, now in (
         ("torch", there.packages.get("torch"), here.packages.get("torch")),

@@ -1,4 +1,4 @@
-"""What this wing adds to the core: the command ``shardproof reproduce``."""
+"""The contribution of this wing: the command ``shardproof reproduce``."""
 
 from __future__ import annotations
 

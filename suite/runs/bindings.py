@@ -27,7 +27,8 @@ _GRAVITY = {verdicts.HELD: 0, verdicts.NOT_DECIDED: 1, verdicts.BROKEN: 2}
 
 
 def contradiction(account: Account) -> str:
-    """What its figures tell otherwise than its case and declaration, as a sentence; empty: nothing.
+    """The contradiction between its figures and its case or declaration, as a sentence; empty:
+    none.
 
     To be asked before anything is decided: what the case claims to have is then in the file.
     """
@@ -71,7 +72,7 @@ def _other_facts(case: Case, facts: ModelFacts) -> str:
 
 
 def unbound(run: Run) -> Iterator[str]:
-    """What of the lines, the plan and ``run.json`` does not belong together, as sentences."""
+    """The contradictions between the lines, the plan and ``run.json``, as sentences."""
     where, invocations, plans = run.path / LINES, run.header.invocations, read_plans(run.path)
     sealed = {case.id for cases in plans.values() for case in cases if case.seal}
     of: dict[str, list[tuple[int, CaseResult]]] = defaultdict(list)
@@ -140,8 +141,8 @@ def _lost(
 
 
 def _other_end(code: int, own: Collection[str], known: Collection[str]) -> str:
-    """Why a command with these verdicts of its ``own``, beside those ``known`` by then, does not
-    end with that exit code.
+    """Why a command with these ``own`` verdicts, and those ``known`` by then, does not end with
+    that exit code.
     """
     red, opened = verdicts.RED.intersection(own), verdicts.OPEN.intersection(own)
     if _GRAVITY[code] < (2 if red else 1 if opened else 0):

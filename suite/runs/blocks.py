@@ -1,4 +1,4 @@
-"""What broke, in blocks: one for each cause, however many cases show it.
+"""The failures, in blocks: one for each cause, however many cases show it.
 
 The terminal, the reports and the gate's summary all group here.  Failures share a cause where the
 implementation, the check that failed first and its sentence agree once the numbers of the case are
@@ -139,7 +139,7 @@ def _gravity(failure: Failure) -> int:
 
 
 def cause(verdict: str, reason: str) -> tuple[str, str]:
-    """What failed first (a check, or else the kind of verdict), and its cause without numbers.
+    """The first failure (a check, or else the kind of verdict), and its cause without numbers.
 
     ``reason`` is that of a result: a line for each check that failed, as ``check: sentence``.
     """

@@ -53,7 +53,7 @@ class Fingerprint(_Part):
 
 
 class ComparisonKey(_Part):
-    """What two runs must share to be compared: version, cells, data sets.
+    """The values that two runs must share to be compared: version, cells, data sets.
 
     ``data`` is known at the end only.
     """
@@ -137,7 +137,7 @@ class Invocation(_Part):
 
     @property
     def caps(self) -> dict[str, float] | None:
-        """What containers as nodes were declared to have; ``None``: there were none."""
+        """The declared limits of containers as nodes; ``None``: there were none."""
         return _caps((self.cluster or {}).get("declared"))
 
     @property
@@ -170,7 +170,7 @@ class Invocation(_Part):
         return text
 
     def judges(self, system: str) -> tuple[object, ...]:
-        """What judged, and the code of ``system``, as far as the run tells."""
+        """The judge, and the code of ``system``, as far as the run records them."""
         return self.suite, self.commit, self.packages.get("torch"), self.code.get(system)
 
     @property
@@ -206,7 +206,7 @@ class Header(_Part):
 
     @property
     def part(self) -> PartOf | None:
-        """What part of a selection the run is; ``None``: none, or put together of parts."""
+        """The part of a selection that the run is; ``None``: none, or merged from parts."""
         if self.merged is not None:
             return None
         return next((one.part for one in self.invocations if one.part is not None), None)

@@ -97,7 +97,7 @@ def _refuse(damages: list[str], why: str) -> None:
 
 @contextmanager
 def damage_is_bad_input(path: Path) -> Iterator[None]:
-    """What is inside reads the run in ``path``; what damaged evidence raises becomes bad input.
+    """The block inside reads the run in ``path``; errors from damaged evidence become bad input.
 
     Of a run that is as its manifest says, an error is the suite's own and stays as it is.
 

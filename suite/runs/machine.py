@@ -1,4 +1,4 @@
-"""What a run was judged by and on: versions, and the allow-listed facts about this machine."""
+"""The versions that judged a run, and the allow-listed facts about its machine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def gpus() -> list[Gpu]:
 
 
 def _kernels() -> dict[str, str]:
-    """What torch computes with on this CPU, and the variables that choose kernels of ranks."""
+    """The kernels of torch on this CPU, and the variables that choose kernels of ranks."""
     import torch  # not above: who only reads runs does without
 
     chosen = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
@@ -95,7 +95,7 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The suite's commit, with ``+changes`` if files differ from it; ``None``: nobody tells it.
+    """The suite's commit, with ``+changes`` if files differ from it; ``None``: it is unknown.
 
     In an image, which is outside of git, the image tells it.
     """
@@ -109,8 +109,8 @@ def commit() -> str | None:
 
 
 def image() -> dict[str, str]:
-    """What the image that this runs in tells of itself: ``commit`` and ``source``, the digest of
-    all that it was made of; those that its build was not told are left out.
+    """The labels of the image in which this runs: ``commit`` and ``source``, the digest of its
+    inputs; those that its build did not get are left out.
     """
     try:
         told = json.loads(_IMAGE.read_text())

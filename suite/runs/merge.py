@@ -57,7 +57,7 @@ class Part:
 
     @property
     def kernels(self) -> str:
-        """What torch computed with, and the variables that chose it."""
+        """The kernels of torch, and the variables that chose them."""
         kernels = self.invocations[-1].fingerprint.kernels
         return " ".join(v if k == "torch" else f"{k}={v}" for k, v in kernels.items()) or "unknown"
 
@@ -66,7 +66,7 @@ class Part:
         return self.invocations[-1].hardware
 
     def sentence(self) -> str:
-        """What it ran, and on what."""
+        """The system and machine of the run."""
         on = f"torch {self.torch}, kernels {self.kernels}, {self.hardware}"
         return f"{self.name}: {self.place}, {number(len(self.done), 'result')}, {on}"
 
@@ -81,14 +81,14 @@ class Merge:
 
     @property
     def gaps(self) -> list[str]:
-        """What is missing, in sentences."""
+        """The missing parts, in sentences."""
         counts = Counter(why for _, why in self.lacking)
         kind = self.whole.kind
         return [f"{why}: {number(n, kind)} left out" for why, n in sorted(counts.items())]
 
     @property
     def differences(self) -> Iterator[str]:
-        """What differs between the machines of the parts; ``run.json`` has it of each."""
+        """The differences between the machines of the parts; ``run.json`` has each."""
         for what in ("torch", "kernels", "hardware"):
             values = dict.fromkeys(getattr(part, what) for part in self.parts)
             if len(values) > 1:
@@ -128,7 +128,7 @@ def read_part(name: str, path: Path) -> Part:
 
 
 def plan(parts: Iterable[Part]) -> Merge:
-    """What putting ``parts`` together gives.
+    """The result of merging ``parts``.
 
     :raises SelectionError: they do not belong together, and which; or none has a result.
     """

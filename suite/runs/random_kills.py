@@ -1,4 +1,4 @@
-"""What a run keeps of planted faults under random clean cases: how many die in N of them."""
+"""The record of planted faults under random clean cases: how many die in N of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RandomKills(Stored):
         return Table("Planted faults under random cases", heads, rows, align="rrr")
 
     def sentence(self) -> str:
-        """What was planted, what dies, and what was not planted."""
+        """The numbers of faults planted, killed and not planted."""
         faults, killed = number(len(self.faults), "fault"), self.killed_by(self.most)
         told = f"{faults} in up to {number(self.most, 'case')} of seed {self.seed}: {killed} killed"
         if self.left_out:
@@ -70,13 +70,13 @@ class RandomKills(Stored):
         return told
 
     def text(self) -> str:
-        """What the file holds: the counts first, for people."""
+        """The content of the file: the counts first, for people."""
         by_n = {row[0]: int(str(row[1]).replace(",", "")) for row in self.table().rows}
         return json.dumps({"killed by N": by_n, **self.to_dict()}, indent=1) + "\n"
 
 
 def read(folder: Path) -> RandomKills | None:
-    """What the run in ``folder`` kept; ``None``: it planted none this way.
+    """The record of the run in ``folder``; ``None``: it planted none this way.
 
     :raises SelectionError: the file is damaged.
     """

@@ -222,7 +222,7 @@ def _table(section: str, rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def _split(account: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """What is no table, and the rows of each section."""
+    """The values outside tables, and the rows of each section."""
     rows: dict[str, list[dict[str, Any]]] = {section: [] for section in _COLUMNS}
     rest = {k: v for k, v in account.items() if k not in ("whole", "timings", "figures")}
     rows["timing"] = [{"name": k, "seconds": v} for k, v in account["timings"].items()]

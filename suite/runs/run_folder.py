@@ -273,7 +273,7 @@ class RunFolder:
         return code.older(kept, told, self._header.invocations[:-1])
 
     def bind(self, cases: Iterable[Case]) -> list[Case]:
-        """``cases``, sealed for this invocation: their records are told from those of any other."""
+        """``cases``, sealed for this invocation: their records differ from those of any other."""
         nonce = self._invocation.nonce
         return [replace(case, seal=case.seal_of(nonce)) for case in cases]
 
@@ -310,7 +310,7 @@ class RunFolder:
 
     @property
     def goes_on(self) -> bool:
-        """Whether ``run --resume`` can go on with this: it runs cases, and their plan was kept."""
+        """Whether ``run --resume`` can continue this: it runs cases, and their plan was kept."""
         one = self._invocation
         if one.kills or one.benches or one.reproduces or not one.planned:
             return False
@@ -476,7 +476,7 @@ def require_run_or_new(path: Path) -> None:
 
 
 def comparison_key(cases: Sequence[Case]) -> ComparisonKey:
-    """What two runs must share to be compared, whatever they judge."""
+    """The values that two runs must share to be compared, whatever they judge."""
     judged = ("id", "implementation", "label", "options", "seal")
     cells = [{k: v for k, v in case.to_dict().items() if k not in judged} for case in cases]
     lines = sorted({json.dumps(cell, sort_keys=True) for cell in cells})
@@ -488,7 +488,7 @@ def _text_digest(lines: Iterable[str]) -> str:
 
 
 def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None) -> Run:
-    """:func:`read_as_written`, with what is flaky told as that."""
+    """:func:`read_as_written`, with flaky results marked as such."""
     return read_as_written(path, strict, damaged).told_flaky()
 
 

@@ -37,7 +37,7 @@ class Shard:
 
 
 def parse(text: str) -> Shard:
-    """What ``--shard`` gives.
+    """The value of ``--shard``.
 
     :raises SelectionError: no part.
     """
@@ -50,7 +50,7 @@ def parse(text: str) -> Shard:
 
 
 def name_of(line: Mapping[str, Any]) -> str:
-    """What a line of ``cases.jsonl`` is about: the id of a case or comparison, a fault's name."""
+    """The subject of a line of ``cases.jsonl``: the id of a case or comparison, a fault's name."""
     return str(line["name"] if line["kind"] == "kill" else line["id"])
 
 
@@ -117,7 +117,7 @@ class Cut:
 
     @property
     def kind(self) -> str:
-        """What an item is."""
+        """The kind of an item."""
         if any(line["kind"] == "kill" for _, line in self.rows):
             return "fault"
         return "comparison" if any(line.get("pair") for _, line in self.rows) else "case"

@@ -52,7 +52,7 @@ class Cell:
 
     @cached_property
     def key(self) -> tuple[str, ...]:
-        """What distinguishes cells; the middle of the id."""
+        """The part of a cell that distinguishes it; the middle of the id."""
         variant = f"[{self.workload.label}]" if self.workload else ""
         plans = self.fault, self.checkpoint, self.membership
         variant += "".join(f"[{plan_name(plan)}]" for plan in plans if plan)

@@ -1,4 +1,4 @@
-"""Finds scenario files by name, folder or path, reads them and reports each fault with its line."""
+"""Find scenario files by their name, folder or path, read them, report each fault with its line."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class _Expansion:
         )
 
     def _source(self, choice: schema.ImplementationChoice) -> str:
-        """``file:line`` of ``choice``; the suite's files are told from ``scenarios/`` on."""
+        """``file:line`` of ``choice``; paths of the suite's files start at ``scenarios/``."""
         line = self.file.node.locate(rules.keys_to(self.scenario, lambda one: one is choice))
         path = Path(self.file.file)
         if path.is_relative_to(SHIPPED):

@@ -1,4 +1,4 @@
-"""What a scenario plans beside training: faults, checkpoints, members that change.
+"""The plans of a scenario in addition to training: faults, checkpoints, members that change.
 
 Each plan gives every cell once more.  :data:`SECTIONS` has a row for each section of plans: what a
 case gets of a plan, what is wrong with one in its scenario, and why a cell cannot carry one out.
@@ -161,7 +161,7 @@ def _unfit_members(plan: schema.MembershipPlan, cell: Cell) -> Iterator[Wrong]:
 def _unfit_change(
     members: Sequence[int], before: Sequence[int], step: int, cell: Cell
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong with the ``members`` from ``step`` on, and a remedy."""
+    """The problem of the ``members`` from ``step`` on, and a remedy."""
     if not members:
         yield "a change that leaves no member", "name at least one rank"
     if any(rank >= cell.world for rank in members):
@@ -183,13 +183,13 @@ SECTIONS = (
 
 
 def fields(cell: Cell) -> dict[str, Any]:
-    """What a case has of the plans of its cell."""
+    """The plans that a case takes from its cell."""
     planned = ((section, getattr(cell, section.axis)) for section in SECTIONS)
     return {k: v for own, plan in planned if plan is not None for k, v in own.fields(plan).items()}
 
 
 def problems(file: ScenarioFile) -> Iterator[Problem]:
-    """What is wrong with plans whatever their cells."""
+    """The problem of plans, whatever their cells."""
     checks = file.scenario.checks
     for section in SECTIONS:
         plans = getattr(file.scenario, section.key)

@@ -1,4 +1,4 @@
-"""What of a scenario does not go together, though its shape is right: sections, checks and axes."""
+"""The contradictions in a scenario of valid shape: sections, checks and axes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parts(scenario: schema.Scenario) -> Iterator[tuple[Keys, schema.Matrix | sch
 
 
 def problems(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem]:
-    """What is wrong with a file of known names, whatever its cells."""
+    """The problem of a file of known names, whatever its cells."""
     scenario = file.scenario
     if not scenario.matrix.workload:
         yield from cannot_be_built(file, vocabulary, ["workload"], workload_of(scenario, None))
@@ -59,7 +59,7 @@ def cannot_be_built(
 def problems_of_cells(
     file: ScenarioFile, vocabulary: Vocabulary, cells: Sequence[Cell]
 ) -> Iterator[Problem]:
-    """What is wrong with the first cell of which something is, and with plans for their cells."""
+    """The problem of the first wrong cell, and of plans for their cells."""
     wrong = ((cell, one) for cell in cells for one in _wrong(file.scenario, vocabulary, cell))
     for cell, (path, what, remedy) in itertools.islice(wrong, 1):
         yield file.problem(path, what, remedy, " ".join(filter(None, cell.key)))
@@ -85,7 +85,7 @@ def _wrong(scenario: schema.Scenario, vocabulary: Vocabulary, cell: Cell) -> Ite
 
 
 def _of_kind(scenario: schema.Scenario, workload: WorkloadSpec, cell: Cell) -> Iterator[Wrong]:
-    """What does not go with the kind of the workload."""
+    """The settings that the kind of the workload does not allow."""
     kind, checks = kinds.of(workload), {*scenario.checks}
     if kind.trains and cell.optimizer is None:
         yield ["matrix", "optimizer"], "no optimizer", "name one, e.g. sgd"
@@ -103,7 +103,7 @@ def _of_kind(scenario: schema.Scenario, workload: WorkloadSpec, cell: Cell) -> I
 
 
 def _of_relation(scenario: schema.Scenario, cell: Cell) -> Iterator[Wrong]:
-    """What is wrong with the relation of the cell, or its absence."""
+    """The problem of the relation of the cell, or of its absence."""
     own = cell.workload and cell.workload.expect, cell.implementation.expect
     given = next((e for e in own if e and e.relation is not None), scenario.expect)
     if ("relations" in scenario.checks) != (given.relation is not None):

@@ -254,7 +254,7 @@ class WorkloadChoice(Model):
 
 
 class QuickSize(Model):
-    """What quick cells train in place of the workload; a variant's own values stay."""
+    """The training of quick cells in place of the workload; a variant's own values remain."""
 
     global_batch: int | None = Field(None, ge=1, le=4096)
     steps: int | None = Field(None, ge=1, le=3000, description="optimizer steps")
@@ -299,7 +299,7 @@ class Matrix(Axes):
 
 
 class FaultExpect(Model):
-    """What must come of a fault."""
+    """The expected outcome of a fault."""
 
     verdict: Many[Literal["pass", "fail", "crash", "hang"]] = Field(
         description="any of these: kill, exit, raise: crash; stop, drop: hang; swap, shape: crash "

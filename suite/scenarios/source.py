@@ -238,7 +238,7 @@ class _Reader:
         return value
 
     def _plain(self, text: str, line: int) -> Scalar:
-        """What ``text`` without quotes means."""
+        """The meaning of ``text`` without quotes."""
         if _WORDS.match(text):
             remedy = "write true, false or null, or quote it if it is a name"
             raise self.error(line, "ambiguous word", remedy, text)

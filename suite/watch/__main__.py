@@ -37,7 +37,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _refusal(error: SystemExit) -> str:
-    """What ``argparse`` said before it ended the program; ``""``: something else did."""
+    """The message of ``argparse`` before it ended the program; ``""``: something else did."""
     frame = error.__traceback__
     while frame is not None:
         code, values = frame.tb_frame.f_code, frame.tb_frame.f_locals

@@ -75,7 +75,7 @@ class Call:
 
 @dataclass(frozen=True)
 class State:
-    """What a rank does now, as its file tells."""
+    """The current action of a rank, from its file."""
 
     pid: int
     #: Whether it is blocked in a call of the script's.
@@ -99,7 +99,7 @@ class Total(Stored):
 
 @dataclass(frozen=True)
 class _Form:
-    """What is the same whenever a call is made again."""
+    """The part of a call that is the same whenever it is made again."""
 
     text: str
     same: str
@@ -230,7 +230,7 @@ def read(path: Path) -> list[Call]:
 
 
 def state(path: Path) -> State:
-    """What the rank whose file ``path`` is does now.
+    """The current action of the rank whose file ``path`` is.
 
     :raises ValueError: the file is no file of calls.
     """

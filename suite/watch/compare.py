@@ -179,12 +179,12 @@ class Compared:
         self._settle()
 
     def skip_the_end(self, why: str) -> None:
-        """What the last step left is not compared, because of ``why``."""
+        """The last step is not compared, because of ``why``."""
         if self.seen.steps and self._exchange is not None:
             self.seen.not_compared[LAST] = why
 
     def stop(self, why: str) -> None:
-        """Compare no more: nobody reads what the others sent last."""
+        """Stop comparing: no rank reads the last values of the others."""
         pending, self._pending, self._due, self._next = self._pending, None, False, 0
         if pending is not None:
             pending.exchange.give_up(pending, why)
@@ -344,7 +344,7 @@ class Compared:
         self._schedule(table)
 
     def _ended_before(self, step: int) -> None:
-        """Nobody can compare what steps up to ``step`` left: say so, for it may hold a fault."""
+        """Report that the steps up to ``step`` cannot be compared, for they may hold a fault."""
         self.seen.not_compared[LAST] = "the optimizer was gone before the script ended"
         last = self.seen.compared[-1] if self.seen.compared else 0
         sentence = (
@@ -369,7 +369,7 @@ class Compared:
             self.seen.counts[kind] = self.seen.counts.get(kind, 0) + 1
 
     def _same_step(self, table: Table) -> bool:
-        """Whether all ranks are at the same point; what differs is told, and ends comparing."""
+        """Whether all ranks are at the same point; a difference is reported, and ends comparing."""
         points = {rank: (row[_TYPE], row[_NUMBER], row[_AT]) for rank, row in enumerate(table)}
         optimizers = {rank: row[_OPTIMIZERS] for rank, row in enumerate(table)}
         if len({*points.values()}) == len({*optimizers.values()}) == 1:

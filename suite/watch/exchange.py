@@ -1,4 +1,4 @@
-"""What ranks tell one another about what they watch: a gloo group of its own, never the script's.
+"""The exchange between watched ranks: a gloo group of its own, never the script's.
 
 The group is made beside torch's: it has no name there, is no member of any list of groups and uses
 its own connections.  Ranks call it in the same order.  Every wait has a deadline; after a failure
@@ -73,7 +73,7 @@ class Pending:
     given: Tensor
 
     def result(self) -> list[list[int]]:
-        """What each rank gave, by rank.
+        """The value that each rank gave, by rank.
 
         :raises BrokenExchange: some rank did not come, or waits for this one.
         """
@@ -151,7 +151,7 @@ class Exchange:
         self._group, self._given_up = None, []
 
     def give_up(self, pending: Pending, why: str) -> None:
-        """Nobody reads ``pending`` any more, nor any later one."""
+        """Drop ``pending`` and all later exchanges: they are not read."""
         self.broken = why
         self._given_up.append(pending)
 
@@ -159,7 +159,7 @@ class Exchange:
         return not all(pending.work.is_completed() for pending in self._given_up)
 
     def start(self, numbers: Sequence[int]) -> Pending:
-        """Give 64-bit ``numbers``, as many on every rank, and go on.
+        """Give 64-bit ``numbers``, as many on every rank, and continue.
 
         :raises BrokenExchange: an earlier exchange failed.
         """

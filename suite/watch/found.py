@@ -1,4 +1,4 @@
-"""What an optimizer updates: names of its parameters, and which ranks hold the same.
+"""The parameters that an optimizer updates, with their names, and which ranks hold the same.
 
 An optimizer often knows tensors, not names, so the modules of the process are looked through for
 them, again when it holds other tensors than before; what has no name there is named by its place in
@@ -182,7 +182,7 @@ def _of_dtensor(parameter: Any) -> tuple[str, tuple[int, ...] | None]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``."""
+    """The part of ``tensor`` that this rank holds."""
     kept = getattr(tensor, "_local_tensor", tensor)  # no graph, no communication
     assert isinstance(kept, Tensor)
     return kept
@@ -243,7 +243,7 @@ def _of_wrappers(
 
 
 def _ranks(group: Any) -> tuple[int, ...] | None:
-    """None: the group was destroyed; whoever lives on in it reduces nothing any more."""
+    """None: the group was destroyed; a wrapper that still has it reduces nothing any more."""
     try:
         return tuple(sorted(dist.get_process_group_ranks(group)))
     except KeyError:

@@ -174,7 +174,7 @@ def judge(folder: Path) -> Judged:
 
 
 def _of_dumps(folder: Path) -> Judged:
-    """What dumps of the Flight Recorder tell, of a job that was not watched.
+    """The findings in dumps of the Flight Recorder, of a job that was not watched.
 
     :raises SelectionError: a file is no dump.
     """
@@ -196,7 +196,9 @@ def decide(
     logs: Mapping[int, list[calls.Call]],
     running: Sequence[Standing] | None = None,
 ) -> Judged:
-    """``running``: how the ranks of a script stand that goes on here, where they make no calls."""
+    """``running``: the state of the ranks of a script that still runs here, where they make no
+    calls.
+    """
     steps = _of_steps(records, ends)
     findings = [*_of_records(records, bool(steps)), *steps]
     findings += _of_collectives(logs)
@@ -228,7 +230,7 @@ def decide(
 
 
 def _of_records(records: Mapping[int, RankRecord], is_counted: bool) -> list[Finding]:
-    """What ranks found, each thing once; ``is_counted``: other numbers of steps are told."""
+    """The findings of ranks, each once; ``is_counted``: different numbers of steps are reported."""
     found: dict[tuple[str, str, int], Finding] = {}
     infinite: dict[int, Finding] = {}
     for rank, one in records.items():
@@ -353,7 +355,7 @@ def _of_running(running: Sequence[Standing]) -> list[Finding]:
 
 
 def _without_end(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[Finding]:
-    """Ranks of which nobody knows how they ended: what they did last was not compared."""
+    """Ranks with an unknown end: their last steps were not compared."""
     left = {end.rank for end in ends if end.exit_code is not None}
     open_ = [rank for rank, one in records.items() if not one.ended]
     gone = "they left Python at once, as os._exit and os.exec do"
@@ -428,7 +430,7 @@ def _standstill(
     ends: Mapping[int, End],
     logs: Mapping[int, list[calls.Call]],
 ) -> str:
-    """Who stands where, the one that the others wait for first."""
+    """The place of each rank, the one that the others wait for first."""
     found = autopsy.find(of_outcomes(outcomes, ends, logs))
     if found is not None:
         return f"the ranks stand still: {found.sentence}"
@@ -475,7 +477,7 @@ def _seems_cut(records: Mapping[int, RankRecord]) -> str:
 
 
 def _held(records: Mapping[int, RankRecord], findings: Sequence[Finding]) -> list[str]:
-    """What was compared and found equal, with the number of times."""
+    """The values compared and found equal, with the number of times."""
     broken: set[str] = {finding.kind for finding in findings}
     if "initial parameters" in broken:
         broken.add("parameters")  # told once, where they first differed

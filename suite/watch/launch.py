@@ -90,7 +90,7 @@ def run(
 
 
 def _environment(ranks: int, folder: Path, beats: Path) -> dict[str, str]:
-    """What torchrun sets, and where to leave records."""
+    """The variables that torchrun sets, and the folder for records."""
     variables = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
@@ -142,7 +142,7 @@ class _Supervisor:
             time.sleep(TICK_SECONDS)
 
     def _differ(self, alive: Sequence[_Rank]) -> bool:
-        """Whether one waits in a call that others made differently, and nobody goes on."""
+        """Whether a rank waits in a call that others made differently, and no rank continues."""
         if self.watchdog.silence < DESYNC_LOOKS or not self.watchdog.idle:
             return False
         beats = heartbeat.read(self.folder / "heartbeat")

@@ -77,7 +77,7 @@ class Settings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Settings:
-        """What ``SHARDPROOF_WATCH_*`` says.
+        """The values of ``SHARDPROOF_WATCH_*``.
 
         :raises InputError: a value that cannot be read.
         """
@@ -128,7 +128,7 @@ def _earlier_starts(path: Path, environment: Mapping[str, str]) -> int:
 
 
 class Watch:
-    """What this process knows as a watched rank."""
+    """The state of this process as a watched rank."""
 
     def __init__(self, settings: Settings, rank: int, world: int, restarts: int = 0) -> None:
         self.settings = settings
@@ -254,7 +254,7 @@ class Watch:
         self._write()
 
     def _attach(self) -> None:
-        """The script has a default process group: make one of our own beside it."""
+        """The script has a default process group: make a second one of our own."""
         if self.record.initialised:
             return
         record, self._handled = self.record, id(sys.exc_info()[1])

@@ -1,4 +1,4 @@
-"""What one rank leaves about a watched run: ``rank<k>.json``, written again and again."""
+"""The record of one rank of a watched run: ``rank<k>.json``, written again and again."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Watched(Stored):
 
 @dataclass
 class RankRecord(Stored):
-    """What one watched rank leaves on disk."""
+    """The file of one watched rank on disk."""
 
     rank: int
     world: int
@@ -133,7 +133,7 @@ class End(Stored):
 
 
 def read_ends(folder: Path) -> list[End]:
-    """What the launcher left; empty where the ranks were started by something else.
+    """The record of the launcher; empty where the ranks were started by something else.
 
     :raises ValueError: it is damaged.
     """

@@ -39,7 +39,7 @@ _TEMPLATE = Path(__file__).parent / "templates" / "watched.html"
 
 @dataclass(frozen=True)
 class Report:
-    """What all forms of a report say."""
+    """The content of all forms of a report."""
 
     judged: Judged
 
@@ -55,7 +55,7 @@ class Report:
 
     @property
     def script(self) -> str:
-        """What was watched."""
+        """The subject that was watched."""
         for one in self.judged.records.values():
             return f"{Path(one.script).name} on {number(one.world, 'rank')}"
         return "dumps of the Flight Recorder"
@@ -79,7 +79,7 @@ class Report:
         return [(label, text) for label, text in rows.items() if text]
 
     def others(self) -> list[str]:
-        """What was found beside the headline."""
+        """The findings in addition to the headline."""
         sentences = [finding.sentence for finding in self.judged.findings]
         return [sentence for sentence in sentences if sentence != self.judged.reason]
 
@@ -89,7 +89,7 @@ class Report:
         return [table for table in made if table.rows]
 
     def unseen(self) -> list[str]:
-        """What this run did not show, the particular first."""
+        """The things that this run did not show, the particular first."""
         return [*self._particular(), *CANNOT_SEE]
 
     def _particular(self) -> Iterator[str]:
@@ -179,7 +179,7 @@ def html(report: Report) -> str:
 
 
 def _optimizers(judged: Judged) -> Table:
-    """What was compared of each optimizer, and what that cost."""
+    """The comparisons of each optimizer, and their cost."""
     first = next(iter(judged.records.values()), None)
     rows = [
         (

@@ -1,4 +1,4 @@
-"""What this wing adds to the core: the command ``shardproof watch``."""
+"""The contribution of this wing: the command ``shardproof watch``."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _family(name: str) -> WorkloadFamily:
 
 
 def scopes(spec: WorkloadSpec) -> set[Scope]:
-    """Scopes of the loss terms that ``Build.loss`` leaves out; of a user's own it is not told."""
+    """Scopes of the loss terms that ``Build.loss`` leaves out; unknown for a user's own."""
     if spec.name not in WORKLOADS:
         return set()
     family = WORKLOADS[spec.name]

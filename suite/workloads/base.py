@@ -1,4 +1,4 @@
-"""What a workload is: a model family, its data, and how the global batch is cut.
+"""A workload: a model family, its data, and how the global batch is cut.
 
 The global batch of a step depends on the ``case.WorkloadSpec`` and the step only.  It
 is cut contiguously over the data coordinates (unevenly where it does not divide, as by
@@ -39,7 +39,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_
 
 @dataclass(frozen=True)
 class Picks:
-    """What a batch is made of, one number a sample: its ``index`` in the data set, a random number,
+    """The draws of a batch, one number a sample: its ``index`` in the data set, a random number,
     flag bits; ``keys`` (below 2^31) are to travel with the inputs, for dropout.
     """
 
@@ -61,9 +61,9 @@ class Samples:
 
 @dataclass(frozen=True)
 class Found:
-    """What a model shows when it runs: slices of parameters whose true gradient is 0, trained
-    parameters that no forward uses, traits that it has by itself, how often one forward of a
-    module calls a child where that is not once, the widest dtype that it computes in, and a
+    """The properties that a model shows when it runs: slices of parameters whose true gradient is
+    0, trained parameters that no forward uses, traits that it has by itself, how often one forward
+    of a module calls a child where that is not once, the widest dtype that it computes in, and a
     parameter whose gradient holds more than that of the loss (empty: none does).
     """
 
@@ -116,7 +116,7 @@ class WorkloadFamily(ABC):
         return tuple(f"blocks.{name}" for name, _ in model.get_submodule("blocks").named_children())
 
     def roles(self, model: nn.Module) -> Mapping[str, Role]:
-        """What modules of ``model`` are for, as their parents' attribute ``roles`` says."""
+        """The roles of modules of ``model``, by their parents' attribute ``roles``."""
         return {
             f"{name}.{child}".strip("."): role
             for name, module in model.named_modules()
@@ -186,7 +186,7 @@ class WorkloadFamily(ABC):
         return {}
 
     def found(self, workload: Workload) -> Found:
-        """What only a look at the model and its first gradients tells."""
+        """The properties that only a look at the model and its first gradients shows."""
         return Found(zero_gradient=self.zero_gradient(workload.params))
 
 
@@ -310,7 +310,7 @@ class Workload:
 
     @cached_property
     def roles(self) -> Mapping[str, Role]:
-        """What modules are for, by dotted name."""
+        """The roles of modules, by dotted name."""
         return self.family.roles(self.skeleton)
 
     @cached_property
@@ -336,7 +336,7 @@ class Workload:
 
     @cached_property
     def found(self) -> Found:
-        """What a look at the model and its first gradients tells."""
+        """The properties that a look at the model and its first gradients shows."""
         return self.family.found(self)
 
     @property
@@ -365,11 +365,13 @@ class Workload:
 
     @property
     def zero_gradient(self) -> Mapping[str, list[Region]]:
-        """Regions of parameters whose gradient is zero in every step, by name."""
+        """Regions of parameters whose gradient is zero in every step (name -> regions)."""
         return self.found.zero_gradient
 
     def load(self, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
-        """Copy ``state`` (default: the initial one) into the tensors of ``module``, by name."""
+        """Copy ``state`` (default: the initial one) into the tensors of ``module`` with the same
+        names.
+        """
         layers.load_state(module, self._state if state is None else state)
 
     def prepare(self, steps: int, coordinates: int) -> None:
@@ -423,7 +425,7 @@ class Workload:
         return whole
 
     def fresh_batch(self, step: int) -> MicroBatch:
-        """As :meth:`whole_batch`, made anew."""
+        """As :meth:`whole_batch`, made again."""
         size, index = self.spec.global_batch, self._index(step)
         generator = _generator(f"{self.spec.seed}/draws/{step}")
         draws = torch.randint(1 << 30, (size,), generator=generator).tolist()

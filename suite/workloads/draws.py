@@ -37,13 +37,13 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def generators(module: nn.Module) -> dict[str, torch.Generator]:
-    """Generators of the parts of ``module`` that draw in forward, by name."""
+    """Generators of the parts of ``module`` that draw in forward (name -> generator)."""
     generators = {name: getattr(child, "generator", None) for name, child in module.named_modules()}
     return {name: g for name, g in generators.items() if isinstance(g, torch.Generator)}
 
 
 def read_draws(module: nn.Module) -> dict[str, Tensor]:
-    """States of these generators, by name."""
+    """States of these generators (name -> state)."""
     return {name: generator.get_state() for name, generator in generators(module).items()}
 
 

@@ -128,7 +128,7 @@ def _in_columns(hidden: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """What mixes positions (``mixer``, under the name ``kind``) and an MLP, each on the normed
+    """A mixer of positions (``mixer``, under the name ``kind``) and an MLP, each on the normed
     hidden state and added to it.
     """
 
@@ -146,7 +146,7 @@ class Block(nn.Module):
         self.odd = odd
 
     def forward(self, given: Passed) -> Passed:
-        """What a block passes on: ``(samples, length, width)``, bare or in a container."""
+        """The output of a block: ``(samples, length, width)``, bare or in a container."""
         hidden = bare(given)
         hidden = hidden + self.get_submodule(self._kind)(self.laid(self.norm1(hidden)))
         hidden = hidden + self.mlp(self.laid(self.norm2(hidden)))

@@ -169,7 +169,7 @@ def initial_value(seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Ten
 
 @functools.lru_cache(maxsize=2048)
 def _kept(seed: str, name: str, shape: torch.Size, kind: type[nn.Module]) -> Tensor:
-    """Drawn once for all ranks and cases that build this model: nobody may change it, and no
+    """Drawn once for all ranks and cases that build this model: it must not be changed, and no
     memory ledger counts it.
     """
     with _disable_current_modes():
@@ -196,7 +196,7 @@ def _drawn(seed: str, name: str, shape: torch.Size, kind: type[nn.Module]) -> Te
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy ``state`` into the parameters and buffers of ``module``, by name."""
+    """Copy ``state`` into the parameters and buffers of ``module`` with the same names."""
     with torch.no_grad():
         for name, tensor, _ in named_tensors(module):
             tensor.copy_(state[name])

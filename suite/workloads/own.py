@@ -144,7 +144,7 @@ class OwnWorkload(WorkloadFamily):
         return self._units or _repeated(model)
 
     def roles(self, model: nn.Module) -> Mapping[str, Role]:
-        """As given, or by name."""
+        """As given, or looked up under its name."""
         names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
         if self._roles is None:
             pairs = itertools.product(names, NAMED.items())
@@ -196,7 +196,7 @@ class OwnWorkload(WorkloadFamily):
         return any(isinstance(part, _BatchNorm) for part in model.modules())
 
     def cross_entropy(self, params: Params) -> CrossEntropy | None:
-        """It may be one, but nobody says so."""
+        """It may be one, but it is not declared."""
         return None
 
     # ---------------------------------------------------------------------------- what it gives
@@ -244,7 +244,7 @@ class OwnWorkload(WorkloadFamily):
         return (weights.reshape(*losses.shape, -1).sum(-1) * losses).sum()
 
     def found(self, workload: Workload) -> Found:
-        """What a trial shows."""
+        """The result of a trial."""
         from shardproof.workloads import trial
 
         return trial.run(self, workload)
@@ -284,7 +284,7 @@ def load(path: str) -> OwnWorkload:
 
 
 def check_name(path: str, traits: Collection[str]) -> None:
-    """What can be said of ``path`` and ``traits`` without an import.
+    """The properties of ``path`` and ``traits`` that are known without an import.
 
     :raises WorkloadError: no such package, or a trait that needs another model.
     """

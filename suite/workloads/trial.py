@@ -60,8 +60,8 @@ def run(family: OwnWorkload, workload: Workload) -> Found:
 
 
 def _widest(family: OwnWorkload, workload: Workload) -> tuple[_Attempt, str] | None:
-    """The attempt in the widest dtype, in which round-off is told apart; ``None``: the model's
-    kernels have no form for one that is wider than the case's.
+    """The attempt in the widest dtype, which shows round-off; ``None``: the model's kernels have no
+    form for one that is wider than the case's.
     """
     own = DTYPES[workload.dtype].itemsize
     for name in (name for name, dtype in DTYPES.items() if dtype.itemsize > own):

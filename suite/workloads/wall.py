@@ -1,4 +1,4 @@
-"""What a user's model may not replace: that with which its cases are judged.
+"""The parts that a user's model may not replace: those that judge its cases.
 
 The process that judges a case imports a model of a user's own, for it is what is true (docs:
 contract.md).  A module can replace whatever lives there; what it replaces of the suite, of
@@ -25,7 +25,7 @@ _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 @contextmanager
 def standing(path: str) -> Iterator[None]:
-    """What runs inside is of the workload at ``path``, and replaces nothing that judges.
+    """The code inside is of the workload at ``path``, and replaces nothing that judges.
 
     torch may: by the first update, ``SGD.step`` becomes one that is profiled.
 

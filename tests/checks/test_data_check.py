@@ -180,8 +180,8 @@ def whole(*shares: list[int], **knobs: Any) -> str:
         (
             [[0, 3], [1, 4], [2, 3]],
             {"samples": 6},
-            "sample 3 is seen twice in epoch 0: by ranks 0,2; sample 5 is seen by no rank in epoch 0, "
-            "the last of the data set",
+            "sample 3 is seen twice in epoch 0: by ranks 0,2; "
+            "sample 5 is seen by no rank in epoch 0, the last of the data set",
         ),
         ([[0, 0], [1, 2]], {"samples": 4}, "sample 0 is seen twice in epoch 0: both times by rank"),
         ([[0, 1], [0, 1]], {"samples": 4}, "ranks 0-1 take the same samples in epoch 0"),

@@ -44,7 +44,7 @@ class Pending:
 
     @property
     def mismatched(self) -> bool:
-        """Whether the ranks that came differ; told once all have come, or none can any more."""
+        """Whether the ranks that arrived differ; known once all have arrived or no more can."""
         return not self.is_exchange and len({r.signature() for r in self.posts.values()}) > 1
 
     @property
@@ -67,7 +67,9 @@ class Pending:
         return [self.group.ranks[request.peer]]
 
     def take_writes(self, rank: int) -> list[arithmetic.Write]:
-        """What global ``rank`` has yet to copy into its own outputs (with delay only), once."""
+        """The results that global ``rank`` has yet to copy into its own outputs (with delay only),
+        once.
+        """
         if not self.writes:
             return []
         place = 0 if self.is_exchange else self.group.ranks.index(rank)
@@ -75,7 +77,7 @@ class Pending:
         return taken
 
     def call(self, rank: int) -> str:
-        """What global ``rank`` called, in words; peers are named by global rank."""
+        """The call of global ``rank`` in words; peers are given as global ranks."""
         request = self.posts[self.group.ranks.index(rank)]
         text = request.text()
         if request.peer is not None and self.group.ranks != tuple(range(len(self.group.ranks))):
@@ -86,7 +88,7 @@ class Pending:
 
 @dataclass(eq=False)
 class Shared:
-    """What the ranks of one group share."""
+    """The state that the ranks of one group share."""
 
     ranks: tuple[int, ...]
     calls: dict[int, Pending] = field(default_factory=dict)
@@ -98,7 +100,7 @@ class Shared:
 
 
 class Hub:
-    """One world of ``world`` rank threads; shared by them, made by whoever starts them.
+    """One world of ``world`` rank threads; they share it, and their starter makes it.
 
     ``timeout_s`` bounds every wait.  With ``delay`` results become visible only where the program
     waits for them, with ``poison`` receive buffers hold NaN until then: either shows a missing
@@ -141,7 +143,7 @@ class Hub:
             self._raise_failure()
 
     def depart(self, rank: int) -> None:
-        """Rank ``rank`` is gone from its groups: who waits for it raises :class:`PeerGone`."""
+        """Rank ``rank`` is gone from its groups: ranks that wait for it raise :class:`PeerGone`."""
         with self._lock:
             for group in self._groups.values():
                 if rank in group.ranks:
@@ -150,14 +152,14 @@ class Hub:
                 waker.notify_all()
 
     def renew(self) -> None:
-        """All groups begin anew, as if nobody had called them or were gone; no rank waits."""
+        """Reset all groups, as if no rank had called them or were gone; no rank waits."""
         with self._lock:
             for group in self._groups.values():
                 for part in (group.calls, group.counts, group.exchanges, group.gone):
                     part.clear()
 
     def rank_done(self, rank: int) -> None:
-        """Rank ``rank`` returned; whoever waits for it never will be answered."""
+        """Rank ``rank`` returned; a rank that waits for it will never be answered."""
         with self._lock:
             self._ended.add(rank)
             for waiter, pending in list(self._waiting.items()):
@@ -267,7 +269,7 @@ class Hub:
     # ----------------------------------------------------------------------------------- internals
 
     def _compute(self, pending: Pending) -> None:
-        """The results: written, or kept for whoever waits.  No name here outlives the return."""
+        """The results: written, or kept for a rank that waits. No name here outlives the return."""
         requests = [pending.posts[i] for i in range(len(pending.group.ranks))]
         try:
             writes = arithmetic.run(requests)
@@ -287,8 +289,8 @@ class Hub:
                 arithmetic.write(own)
 
     def _exchange(self, sender: Pending, receiver: Pending) -> None:
-        """Copy, now or for whoever waits.  No name here outlives the return: a thread that has not
-        gone on yet would keep the other rank's tensor alive.
+        """Copy now, or for a rank that waits. No name here outlives the return: a thread that has
+        not resumed yet would keep the other rank's tensor alive.
         """
         (sent,), (received,) = sender.posts.values(), receiver.posts.values()
         pairs = [(r[0], s[0]) for r, s in zip(received.outputs, sent.inputs, strict=True)]
@@ -307,7 +309,7 @@ class Hub:
             arithmetic.write(pairs)
 
     def _complete(self, pending: Pending) -> None:
-        """The call is over; a rank that has yet to wait for it keeps nobody's tensors alive."""
+        """The call is over; a rank that has yet to wait for it keeps no peer's tensors alive."""
         pending.done = True
         pending.posts.clear()
         for rank, waited in self._waiting.items():
@@ -367,7 +369,7 @@ class Hub:
 
 
 def _held(pending: Pending, held: set[int]) -> bool:
-    """Whether whoever waits for ``pending`` waits for ranks that are ``held``."""
+    """Whether a rank that waits for ``pending`` waits for ranks that are ``held``."""
     from_any = pending.is_exchange and next(iter(pending.posts.values())).peer is None
     return (all if from_any else any)(rank in held for rank in pending.missing())
 

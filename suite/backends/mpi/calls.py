@@ -129,7 +129,7 @@ class Calls:
     def begin(
         self, request: Request, mail: Mail, ranks: tuple[int, ...], tag: int, key: str
     ) -> CallUnderWay:
-        """Begin a call, and let those before it go on."""
+        """Begin a call, and let earlier calls progress."""
         self._raise_failure()
         call = CallUnderWay(request, mail, ranks, STEPS[request.operation](request, mail, tag), key)
         self._open.append(call)
@@ -137,7 +137,7 @@ class Calls:
         return call
 
     def advance(self) -> None:
-        """Let every call go on: a peer may wait for any of them.
+        """Let every call progress: a peer may wait for any of them.
 
         :raises CommError: what is wrong with one of them; every call to come raises it as well.
         """
@@ -186,13 +186,13 @@ class Calls:
         return not self._open and self._failure is None
 
     def tell_failure(self, rank: int, error: BaseException) -> None:
-        """``rank`` raised ``error``: let whoever waits know; the first one counts."""
+        """``rank`` raised ``error``: inform ranks that wait; the first error counts."""
         if not isinstance(error, errors.RankFailed):
             text = f"rank {rank} raised {type(error).__name__}: {said(error)}"
             self._store.compare_set(FAILED, "", json.dumps([rank, text]))
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of ``ranks`` that have ended; what is under way goes on.
+        """Those of ``ranks`` that have ended; calls under way continue.
 
         :raises CommError: a rank has failed, or a call under way.
         """

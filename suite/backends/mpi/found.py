@@ -32,7 +32,7 @@ class MpiRuntime:
     version: str
 
     def command(self, ranks: int, nodes: Mapping[str, int] | None = None) -> list[str]:
-        """What comes before the program: as many ranks as asked, also as root and on few cores.
+        """The words before the program: as many ranks as asked, also as root and on few cores.
 
         ``nodes``: how many each node has, in order, where they are spread (Open MPI only).
         """
@@ -58,7 +58,7 @@ class MpiRuntime:
         return {"PRTE_MCA_plm_ssh_agent": program, "PRTE_MCA_plm_ssh_no_tree_spawn": "1"}
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Settings: what it leaves behind lies in ``folder``, and who waits inside it gives way."""
+        """Settings: its files lie in ``folder``, and ranks that wait inside it yield the core."""
         if self.family == "MPICH":
             return {"TMPDIR": str(folder)}
         places = {f"OMPI_MCA_btl_{name}_backing_directory": str(folder) for name in ("sm", "vader")}
@@ -67,7 +67,7 @@ class MpiRuntime:
 
 @functools.cache
 def find() -> MpiRuntime | None:
-    """The MPI beside this Python, as its wheels bring it, or else the first on ``PATH``."""
+    """The MPI installed with this Python (as wheels bring it), or else the first on ``PATH``."""
     beside = str(Path(sys.prefix) / "bin")
     for name in ("mpirun", "mpiexec"):
         for places in (beside, None):
@@ -78,7 +78,7 @@ def find() -> MpiRuntime | None:
 
 
 def _ask(mpirun: str) -> MpiRuntime | None:
-    """What it is; ``None``: nothing that is known here."""
+    """The kind of this MPI; ``None``: an unknown one."""
     try:
         command = [mpirun, "--version"]
         said = subprocess.run(

@@ -30,7 +30,7 @@ PARTING_SECONDS = 5.0
 
 
 class _World:
-    """What the groups of this process share, from :func:`join` to :func:`leave`."""
+    """The state that the groups of this process share, from :func:`join` to :func:`leave`."""
 
     def __init__(self, comm: Any, store: dist.Store, disturbances: Disturbances | None) -> None:
         from shardproof.backends.mpi.calls import Calls
@@ -146,7 +146,7 @@ def start() -> Any:
 
 
 def stop() -> None:
-    """Finalise MPI, unless calls are left that nobody will answer: it might wait for them."""
+    """Finalise MPI, unless unanswered calls are left: it might wait for them."""
     from shardproof.backends.mpi.calls import MPI, abandoned
 
     if MPI.Is_initialized() and not MPI.Is_finalized() and not abandoned:
@@ -175,7 +175,7 @@ def join(joining: Joining) -> None:
 
 
 def ended(ranks: Sequence[int]) -> list[int]:
-    """Those of ``ranks`` that make no more calls; lets the own calls go on, for they may wait.
+    """Those of ``ranks`` that make no more calls; lets own calls progress, which may wait.
 
     :raises CommError: a rank has failed.
     """

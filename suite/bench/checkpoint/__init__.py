@@ -1,1 +1,1 @@
-"""Saves and loads that are timed, and what is counted beside them."""
+"""Saves and loads that are timed, and the bytes counted with them."""

@@ -1,4 +1,4 @@
-"""What a rank does in a launch that times checkpoints: both sides live in the same ranks.
+"""The program of a rank in a launch that times checkpoints: both sides live in the same ranks.
 
     set up     each side on a mesh of its own; one step of each, so that optimizers have their state
     warm-up    each side's action twice: memory for a copy, say, is made by the first
@@ -58,11 +58,11 @@ class Saves:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What this rank holds."""
+        """The state that this rank holds."""
         return [piece for kind in _KINDS for piece in self.arm.implementation.local_state(kind)]
 
     def warm_up(self) -> None:
-        """What does not count; a load has something to load after it."""
+        """The untimed preparation; a load follows a save."""
         if self.action == "load":
             self.save()
             self.saved = self.sums()

@@ -186,7 +186,7 @@ def collectives(of: asked.OfCollectives) -> Any:
 
 
 def planned(words: Sequence[str]) -> TimedPlan | CollectivesPlan:
-    """What the ``words`` of a command line have timed; nothing is measured.
+    """The subjects that the ``words`` of a command line have timed; nothing is measured.
 
     :raises InputError: words that do not fit each other, or what they name.
     """

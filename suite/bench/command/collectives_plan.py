@@ -1,4 +1,4 @@
-"""What ``shardproof bench collectives`` times: the backend's own, and the suite's over sends."""
+"""The plan of ``shardproof bench collectives``: the backend's own, and the suite's over sends."""
 
 from __future__ import annotations
 

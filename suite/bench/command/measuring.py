@@ -194,7 +194,7 @@ class _Blocks(ProgressBar):
         self._move(done, " blocks")
 
     def note(self, what: str) -> None:
-        """What comes after the blocks."""
+        """The passes after the blocks."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self.what}: {what}")
         elif self.visible:

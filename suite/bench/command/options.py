@@ -12,7 +12,7 @@ from shardproof.commands import options
 
 
 class FailOn(StrEnum):
-    """What is a failure besides a crash; typer has no lists of literals."""
+    """Failures other than a crash; typer has no lists of literals."""
 
     slower = "slower"
     goal = "goal"
@@ -74,7 +74,7 @@ class Selected:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What the ratio of a pair is held to."""
+    """The limits that the ratio of a pair must keep."""
 
     goal: Annotated[
         float | None,
@@ -84,7 +84,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class OfSteps(Goal):
-    """What is measured of pairs of steps beside their times."""
+    """The measurements of pairs of steps other than their times."""
 
     score: Annotated[
         bool, typer.Option("--score", help="afterwards: each side and its predicted step")

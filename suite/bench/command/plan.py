@@ -1,4 +1,4 @@
-"""What a command line of ``bench`` has timed: pairs, or cells of scaling, and how."""
+"""The plan of a ``bench`` command line: pairs, or cells of scaling, and how to time them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TimedPlan:
         return [bits_per_second(text) for text in asked if text]
 
     def on(self, nodes: Nodes | None) -> TimedPlan:
-        """What of it can be timed on ``nodes`` (``None``: on this machine).
+        """The part of it that can be timed on ``nodes`` (``None``: on this machine).
 
         :raises InputError: none of it can, or an implementation cannot be loaded.
         """

@@ -27,7 +27,7 @@ _PAIR_SEGMENTS, _PAIR_SIDES = 8, 3
 
 @dataclass(frozen=True)
 class Passes:
-    """What a comparison runs besides its launches: each side ``alone``, the ``score``."""
+    """The passes of a comparison other than its launches: each side ``alone``, the ``score``."""
 
     alone: bool = True
     score: bool = False
@@ -50,7 +50,7 @@ class Schedule:
 
 
 def duration_name(subject: Subject, passes: Passes) -> str:
-    """What a duration is remembered by: as many blocks and launches, and the same passes."""
+    """The key of a remembered duration: as many blocks and launches, and the same passes."""
     name = f"{subject.id}::{subject.blocks}x{subject.launches}"
     if isinstance(subject, Cell):
         return name
@@ -73,7 +73,7 @@ def choose(
     minutes: float | None,
     passes: Passes = Passes(),
 ) -> Schedule:
-    """What of ``items`` fits into ``minutes`` (``None``: all); cells go with their source."""
+    """The ``items`` that fit into ``minutes`` (``None``: all); cells stay with their source."""
     expected = estimates((item.subject for item in items), durations, passes)
     chosen: list[Measured] = []
     left_out: list[Measured] = []

@@ -1,4 +1,4 @@
-"""Comparisons of times, drawn: A over B with its interval, beside A over its own twin.
+"""Comparisons of times, drawn: A over B with its interval, next to A over its own twin.
 
 One axis for all rows, in equal ratios.  The band is the margin within which a difference does not
 matter; the square is A over B with its 95 % interval, the grey line below it A beside its twin.

@@ -218,7 +218,7 @@ def least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Group:
-    """What was found in groups of ``ranks`` ranks; ``times`` are seconds by operation and payload
+    """The probes of groups of ``ranks`` ranks; ``times`` are seconds by operation and payload
     bytes.
     """
 
@@ -244,7 +244,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the probes of all ranks found, together and at once.
+    """The machine by the probes of all ranks, together and at once.
 
     ``fits`` and ``times`` (seconds by operation and payload bytes) are those of the group of all
     ``ranks``; ``along``: of all groups of an axis at once, where several axes are cut.
@@ -262,7 +262,7 @@ class Machine:
 
     @property
     def links(self) -> Links:
-        """What calls cost on it."""
+        """The cost of calls on it."""
         return Links(self.fits, self.along)
 
 
@@ -300,7 +300,7 @@ def _group(backend: str, records: Sequence[GroupRecord]) -> Group:
 
 
 def _busy(backend: str, operation: str, records: Sequence[GroupRecord]) -> float:
-    """Mean cores of a rank during ``operation``; threads of one process cannot be told apart."""
+    """Mean cores of a rank during ``operation``; threads of one process cannot be distinguished."""
     if BACKENDS[backend].threads:
         return 1.0
     wall, used = (math.fsum(r.used[operation][i] for r in records) for i in (0, 1))

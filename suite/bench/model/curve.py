@@ -106,7 +106,7 @@ def pipeline_stretch(facts: ModelFacts) -> float:
 
 @dataclass(frozen=True)
 class Ground:
-    """What was measured at one world, from which steps at others are modelled.
+    """The measurements at one world, from which steps at others are modelled.
 
     Every rank there has what the measured ones had: ``cores_per_rank`` for ``threads`` that compute
     (what is hidden costs core time, too), and a link of the alpha and beta that were probed.

@@ -9,7 +9,7 @@ from shardproof.launch.process_control import cores
 
 
 def by_core() -> list[list[int]] | None:
-    """What this process may run on, by physical core: two threads of one core are one item.
+    """The cores that this process may run on, by physical core: two threads of a core are one item.
 
     ``None``: the kernel does not tell.
     """

@@ -1,4 +1,4 @@
-"""What a rank measures for the model: rates of the machine, and a step's compute without traffic.
+"""The measurements of a rank for the model: rates of the machine, and compute without traffic.
 
     watch    one untimed step with the traffic ledger on: calls and sizes; FLOPs of the plain model
     Probes   compute rate, memory bandwidth, seconds of each collective: one :meth:`Probes.sweep` a
@@ -78,7 +78,7 @@ def watch(run: subjects.SideRun, rank: int) -> subjects.WatchedStep:
 
 
 def _schedule(arm: Arm) -> dict[str, Any] | None:
-    """What a pipeline of one window a step announced; ``None``: no such."""
+    """The schedule that a pipeline of one window a step announced; ``None``: no such."""
     ranks, windows = parts(arm.run.axes, "layers"), arm.batches[0].windows
     if ranks == 1 or len(windows) != 1:
         return None
@@ -143,7 +143,7 @@ class Probed:
         return max((n * shards.get(op, 1) for op, each in sizes for n in each), default=0)
 
     def record(self) -> subjects.GroupRecord:
-        """What all sweeps found."""
+        """The results of all sweeps."""
         return subjects.GroupRecord(
             self.comm.size,
             [(op, n, seconds) for (op, n), seconds in self.seconds.items()],
@@ -199,7 +199,7 @@ class Probes:
         self.byte_rates: list[float] = []
 
     def record(self) -> subjects.ProbeRecord:
-        """What all sweeps found, for :func:`shardproof.bench.model.alpha_beta.machine`."""
+        """The results of all sweeps, for :func:`shardproof.bench.model.alpha_beta.machine`."""
         groups = {axis: group.record() for axis, group in self.groups.items()}
         return subjects.ProbeRecord(groups, self.flop_rates, self.byte_rates)
 
@@ -374,7 +374,7 @@ def measure(
     rounds: int,
     rank: int,
 ) -> subjects.RankRounds:
-    """What a rank measures of steps beside their predictions, with ledgers off.
+    """The measurements of steps to compare with their predictions, with ledgers off.
 
     In ``rounds``, for each run::
 

@@ -1,4 +1,4 @@
-"""The scorecard of a step from what was probed beside it, and that of both sides of a pair."""
+"""The scorecard of a step from probes of the same launch, and that of both sides of a pair."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardproof.bench.subjects import LETTERS, Rounds, SideRun, side_run
 
 
 def predicted(probes: Probes, step: ProbedStep) -> Prediction:
-    """What ``step`` should take on the machine that was probed.
+    """The predicted time of ``step`` on the probed machine.
 
     :raises Unmodelled: there is no prediction for its calls.
     """
@@ -69,7 +69,9 @@ def unscored(backend: str, mesh: Mapping[str, int]) -> str:
 
 
 def digest(backend: str, rounds: Rounds) -> tuple[Probes, list[SideProbes]]:
-    """What ranks measured: the machine, and each run by medians over steps of the slowest rank."""
+    """The measurements of ranks: the machine, and each run by medians over steps of the slowest
+    rank.
+    """
     records = rounds.measured
     steps = []
     for number, watched in enumerate(rounds.watched):
@@ -90,7 +92,7 @@ def digest(backend: str, rounds: Rounds) -> tuple[Probes, list[SideProbes]]:
 
 
 def cards(line: MeasuredPair) -> dict[str, Scorecard | NoFigures] | None:
-    """The scorecard of each side of a comparison, or why it has none; ``None``: nobody asked."""
+    """The scorecard of each side of a comparison, or why it has none; ``None``: not asked for."""
     probed, pair = line.probed, line.pair
     if probed is None:
         return None

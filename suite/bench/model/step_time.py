@@ -1,4 +1,4 @@
-"""What a step should take: measured compute of one rank + alpha-beta communication.  Pure.
+"""The predicted time of a step: measured compute of one rank + alpha-beta communication. Pure.
 
 docs/model.md says what compute is, which two bounds there are, and which is the prediction.
 """

@@ -217,7 +217,7 @@ def with_worlds(cells: Sequence[Cell], worlds: Sequence[int]) -> list[Cell]:
 
 
 def check(cell: Cell) -> None:
-    """What can be checked of a cell that options have changed.
+    """The rules for a cell that options have changed.
 
     :raises SelectionError: a backend that does not exist, or a world of one.
     """

@@ -1,5 +1,5 @@
-"""Figures beside what is measured: modelled efficiencies, and the scorecard.  Pure functions of
-what ranks probed in the first launch of a cell, so that `verify` makes them again.
+"""Figures next to the measured ones: modelled efficiencies, and the scorecard. Pure functions of
+the probes of the first launch of a cell, so that `verify` makes them again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def digest(
     records: Sequence[RankTimes],
     nodes: Nodes | None,
 ) -> CellProbes:
-    """What the ranks of a ``launch`` of ``cell`` on ``nodes`` probed: the slowest rank's."""
+    """The probes of the ranks of a ``launch`` of ``cell`` on ``nodes``: the slowest rank's."""
     each = 0 if nodes is None else nodes.ranks_per_node
     probes = [record.probes for record in records if record.probes is not None]
     gradients = {

@@ -160,7 +160,7 @@ def remarks_by_system(lines: Sequence[CellLine]) -> list[tuple[str, list[str]]]:
 
 
 def _crowded(line: CellLine) -> str:
-    """A step of ranks that share cores, beside the model's; an efficiency is not made of it."""
+    """A step of ranks that share cores, next to the model's; it gives no efficiency."""
     took, made = 1e3 * line.median_seconds["ranks"], line.modelled
     text = f"oversubscribed: {line.reason}; a step of ranks that share cores took {took:.1f} ms"
     if made is None or made.efficiency is None:

@@ -1,4 +1,4 @@
-"""What a kind of workload says of its cases: an object without state.
+"""The interface of a kind of workload: an object without state.
 
 This module imports nothing that runs a case: scenarios and commands ask kinds as well.
 """
@@ -50,7 +50,7 @@ class Kind(ABC):
     def work(
         self, account: Account, system: type[Implementation], schedules: Schedules
     ) -> Work | None:
-        """What is done in the case; ``None``: ``account`` says why nothing can be."""
+        """The program of the case; ``None``: ``account`` gives the reason why there is none."""
 
     def parts_ranks(self, case: Case) -> bool:
         """Whether the ranks of ``case`` end in a mismatch on purpose and cannot be used again."""

@@ -1,4 +1,4 @@
-"""What cases have in common that train no model: the program of a rank, and the legs."""
+"""The common part of cases that train no model: the program of a rank, and the legs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Program(ABC):
-    """What every rank does in one leg; it travels to ranks that were not forked."""
+    """The program of every rank in one leg; it travels to ranks that were not forked."""
 
     case: Case
 

@@ -1,4 +1,4 @@
-"""Plans of a case beside its training: relations to another run, and checkpoints.
+"""Plans of a case in addition to its training: relations to another run, and checkpoints.
 
 Each is an object with hooks for before and after the first run, called by the leader.  Ranks import
 nothing from here: what they do by a plan is in ``cases/saving.py`` and ``cases/membership.py``.

@@ -1,4 +1,4 @@
-"""The runs of a case that saves: one that saves nothing, and one or two that load and go on.
+"""The runs of a case that saves: one that saves nothing, and one or two that restore and resume.
 
     the case    step | step | save | step | step       judged like every case
     unsaved     step | step |      | step | step       the same bits: saving changes nothing
@@ -33,7 +33,7 @@ from shardproof.workloads import Workload
 
 
 class Checkpoint(Plan):
-    """Saves in the first run, and runs beside it that load."""
+    """Saves in the first run, and further runs that load."""
 
     def is_in(self, case: Case) -> bool:
         """Whether ``case`` saves."""
@@ -84,12 +84,12 @@ def _unsaved(case: Case) -> Case:
 
 
 def _of_load(case: Case) -> Fault | None:
-    """The fault of ``case``, if it falls on who loads."""
+    """The fault of ``case``, if it hits the restoring run."""
     return case.fault if case.fault is not None and case.fault.phase == "load" else None
 
 
 def _load(evidence: Evidence, launcher: Launcher) -> list[RankOutcome]:
-    """Put the run that loads beside ``evidence``, and the one after it, if the plan has one."""
+    """Attach the restoring run to ``evidence``, and the one after it, if the plan has one."""
     case = evidence.case
     try:
         loads = who_loads(case)

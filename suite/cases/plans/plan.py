@@ -1,4 +1,4 @@
-"""What a plan of a case adds to its runs, before them and after them; the plan of a relation."""
+"""The runs that a plan adds to a case, before and after its own; the plan of a relation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plan(ABC):
         return case
 
     def after(self, evidence: Evidence, launcher: Launcher) -> list[RankOutcome]:
-        """Put the runs beside ``evidence`` of the first one.
+        """Attach the further runs to ``evidence`` of the first one.
 
         How ranks ended on which the planned fault fell; empty: it fell on those of the first run.
         """

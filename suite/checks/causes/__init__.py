@@ -19,7 +19,7 @@ _APART = 1e-9
 
 
 def told(cause: Callable[[], str]) -> str:
-    """What ``cause`` says; what it may raise takes no failure's place.
+    """The sentence of ``cause``; an exception in it does not replace a failure.
 
     But where the machine has no memory or descriptors left, the case is run once more.
     """

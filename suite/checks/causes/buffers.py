@@ -1,4 +1,4 @@
-"""What a wrong buffer holds: another rule's value, another buffer's, or too many batches."""
+"""The content of a wrong buffer: another rule's value, another buffer's, or too many batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fits what a system holds: which of several values, or which multiple of the truth; in words.
+"""Fits of held values: which of several candidates, or which multiple of the truth; in words.
 
 Small errors are like the truth, and so is a cause that changes nothing in this case.  So a cause
 counts only where it leaves over at most a tenth of what the truth leaves over.
@@ -40,7 +40,7 @@ _CLOSE = 1e-5
 
 
 def limit_of(evidence: Evidence) -> float:
-    """What a fit may leave over in this case."""
+    """The most that a fit may leave over in this case."""
     return LEFT_OVER[evidence.case.lowest_dtype]
 
 
@@ -183,7 +183,7 @@ def pieces(
 
 
 def known(evidence: Evidence, step: int = 0) -> dict[str, float]:
-    """What factors are often made of."""
+    """The usual components of factors."""
     case = evidence.case
     micro_batches = max(case.workload.micro_batch_counts(case.data_coordinates), default=1)
     ranks = len(evidence.members[step].members)
@@ -199,7 +199,7 @@ def known(evidence: Evidence, step: int = 0) -> dict[str, float]:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first three of ``names``, and how many there are beside them."""
+    """The first three of ``names``, and the number of the others."""
     return table.some([*map(repr, names)], SHOWN)
 
 
@@ -221,7 +221,7 @@ def of_others(wrong: Mapping[int, Collection[str]], held: Mapping[int, Collectio
 def said(
     rows: Rows, before: float, known: Mapping[str, float] | None = None, digits: int = 6
 ) -> str:
-    """What the coefficients mean: ``rows[coordinate][micro-batch]``, and that of the step before.
+    """The meaning of coefficients: ``rows[coordinate][micro-batch]``, and that of the step before.
 
     ``None``: there was nothing to count.  Empty where all are 1.
     """
@@ -289,7 +289,7 @@ def _by(what: str, values: Sequence[float]) -> str:
 
 
 def factor(value: float, known: Mapping[str, float], within: float = _CLOSE) -> str:
-    """What a factor of all gradients means, by the numbers that factors are made of."""
+    """The meaning of a factor of all gradients, by the numbers that factors are made of."""
     if abs(value) < 1e-9:
         return "every gradient is zero"
     if value < 0:

@@ -1,4 +1,4 @@
-"""What makes a wrong gradient: which micro-batches of which ranks are in it, and how often.
+"""The origin of a wrong gradient: the micro-batches of ranks in it, and how often.
 
 The gradient that a system holds is fitted by least squares with those that the oracle computes of
 every micro-batch of every data coordinate, and with that of the step before.  Where the fit leaves
@@ -85,7 +85,7 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
 
 
 def beside_loss(evidence: Evidence, step: int, loss: str, times: float) -> str:
-    """What is wrong with the sums of gradients where the loss is ``times`` the true one, too.
+    """The problem of the sums of gradients where the loss is ``times`` the true one, too.
 
     Empty where the same is so of the loss, of which ``loss`` is said, or gradients are no sums of
     right ones: then the forward that made the loss wrong may have made them so.
@@ -148,13 +148,12 @@ class _Sums:
         held, want, own = (
             fits.flat(t, self.truth, self.wrong) for t in (self.held, self.truth, made)
         )
-        held_state = f"the state held before step {self.step}"
-        sentence = f"the gradients are right for {held_state}: that state is wrong"
+        why = f"the gradients are right for the state before step {self.step}: that state is wrong"
         said = of_buffers_at_start(self.evidence) if not self.step else ""
-        return fits.nearest(held, want, [(own, said or sentence)], self.limit)
+        return fits.nearest(held, want, [(own, said or why)], self.limit)
 
     def of_all(self) -> str:
-        """What the fit says of all gradients, or else of the wrong ones alone."""
+        """The sentence of the fit about all gradients, or else about the wrong ones alone."""
         #     held = c00 g00 + c01 g01 + c10 g10 + c11 g11 + b g(step before)
         #            coordinate 0        coordinate 1
         #     all c = 1, b = 0      right
@@ -173,7 +172,7 @@ class _Sums:
         return ""
 
     def _counted(self, got: Tensor, want: Tensor, columns: Sequence[Tensor]) -> str:
-        """What a fit of ``got`` says; empty: it leaves something over."""
+        """The sentence of a fit of ``got``; empty: it leaves something over."""
         if (counted := fitted(got, want, columns, self.limit)) is None:
             return ""
         numbers = iter(range(len(columns)))
@@ -208,7 +207,7 @@ class _Sums:
         return ""
 
     def of_copies(self) -> str:
-        """Whether copies that differ are the terms of a sum that nobody made."""
+        """Whether copies that differ are the terms of a sum that was never made."""
         torn = {}
         for name in self.wrong:
             one, *others = self.state.tensors[name].values()
@@ -222,7 +221,7 @@ class _Sums:
         return f"{who} add up to the expected gradient: they were not summed"
 
     def by_rank(self) -> str:
-        """What the fit says of the pieces of each rank that holds wrong ones."""
+        """The sentence of the fit about the pieces of each rank that holds wrong ones."""
         found: dict[int, str] = {}
         for rank, own in fits.pieces(self.evidence, self.step, "gradients_final", "gradients"):
             if not (bad := [p for p in own if p.name in self.wrong and p.tensor.numel()]):
@@ -324,7 +323,7 @@ class _Sums:
         return f"the right elements in another order: {some(moved)}" if moved else ""
 
     def place(self) -> str:
-        """What is common to all that is wrong, and to nothing that is right."""
+        """The property that all wrong tensors have and no right one."""
         bad: dict[int, list[str]] = {}
         zero, holders = True, set[int]()
         for rank, own in fits.pieces(self.evidence, self.step, "gradients_final", "gradients"):
@@ -347,7 +346,7 @@ class _Sums:
         return self._boundary()
 
     def _kind(self) -> str:
-        """What the wrong tensors are, of which the others are none."""
+        """The kind of the wrong tensors, if no other tensor is of it."""
         names, others = set(self.wrong), set(self.truth) - set(self.wrong)
         if not others:
             return ""
@@ -415,7 +414,7 @@ def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:
 
 
 def _other_norm(evidence: Evidence, step: int, times: float, limit: float) -> str:
-    """What was clipped by, where ``times`` the right gradients are left of it."""
+    """The cause of wrong clipping, where ``times`` the right gradients are left."""
     sentence = f"clipped by a norm that is {number(1 / times)} times the true one"
     norm, most = float(evidence.truth.steps[step].norm), evidence.case.optimizer.clip_norm or 0.0
     factor = most / (norm + _EPSILON)

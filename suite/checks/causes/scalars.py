@@ -1,4 +1,4 @@
-"""What a wrong loss or a wrong norm is the loss or the norm of."""
+"""The value that a wrong loss or a wrong norm equals."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ NOUNS: Mapping[str, Sequence[tuple[str, Callable[[str], bool]]]] = {
 
 
 def initial(evidence: Evidence, kind: Kind, truth: Tensors) -> Iterator[tuple[int, Piece, Tensor]]:
-    """What each rank must hold of ``kind`` after ``setup``: its piece, and the right one.
+    """The state of ``kind`` on each rank after ``setup``: its piece, and the right one.
 
     Where each step begins with the buffers of rank 0, only those of its data coordinate count.
     """
@@ -148,7 +148,7 @@ def _built(evidence: Evidence, rank: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Load:
-    """What a checkpoint of ``kind`` held, and what is held after the load.
+    """The state of ``kind`` in a checkpoint, and after the load.
 
     ``moments``: what the run that saved held at other times, by the steps that were done then.
     ``before``: what the fresh system was set up from (optimizers: nothing).  ``wrong``: gets the
@@ -165,7 +165,7 @@ class Load:
 
 
 def moments_of(base: Evidence, kind: str, but: int) -> dict[int, Mapping[str, Tensor]]:
-    """What ``base`` held of ``kind`` after its steps, by the number of steps done, ``but`` one."""
+    """The state of ``kind`` in ``base`` by the number of steps done, except ``but``."""
     return {
         step + 1: base.observed(step, "after_update", kind).first()
         for step in base.steps
@@ -230,7 +230,7 @@ def _of_sort(load: Load, noun: str, names: Sequence[str]) -> str:
 
 
 def _why(load: Load, noun: str, wrong: Wrong) -> str:
-    """What the wrong tensors are in place of what was saved."""
+    """The origin of wrong tensors, which are not the saved ones."""
     they = "it is" if noun.endswith("state") else "they are"
 
     def is_now(tensors: Mapping[str, Tensor]) -> bool:
@@ -326,7 +326,7 @@ def of_reload(base: Evidence, reloaded: Evidence, step: int) -> str:
 
 
 def _alone(base: Evidence, reloaded: Evidence) -> list[CoordinateEvidence]:
-    """What a coordinate of ``reloaded`` holds, if it trains alone, by the oracle of ``base``."""
+    """The state of a coordinate of ``reloaded`` that trains alone, by the oracle of ``base``."""
     judged = copy(reloaded)
     judged.truth, judged.meeting = base.truth, base.meeting
     judged.__dict__.pop("trajectories", None)  # of the oracle that it had before

@@ -1,4 +1,4 @@
-"""What is wrong with a loss term beside the token loss: left out, of another scope, or weighted."""
+"""The problem of a loss term next to the token loss: left out, of another scope, or weighted."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _otherwise(term: LossTerm, scope: str, times: float, known: Mapping[str, flo
 
 
 def _pulled(evidence: Evidence, step: int, term: LossTerm, scope: Scope) -> dict[str, Tensor]:
-    """What ``term`` adds to the gradients of a step if it is computed over each ``scope``."""
+    """The gradients that ``term`` adds to a step if it is computed over each ``scope``."""
     workload, precision = for_case(evidence.case), evidence.case.precision
     pairs = [*zip(fits.states(evidence, step), evidence.shares(step), strict=True)]
     if scope == "micro-batch":  # as of so many ranks with one micro-batch each

@@ -1,4 +1,4 @@
-"""What made a wrong update: an optimizer step that was made otherwise, or not at all.
+"""The cause of a wrong update: a different optimizer step, or none.
 
 Of ranks that train alone also what made a wrong meeting: forgotten, early, or of something else.
 """
@@ -43,7 +43,7 @@ _MOST_OF_A_SHAPE = 12
 
 @dataclass(frozen=True)
 class _Place:
-    """What a rank holds at a piece, what must be there, and what was before; in fp64."""
+    """The value of a rank at a piece, the expected one, and the one before; in fp64."""
 
     piece: Piece
     held: Tensor
@@ -243,7 +243,7 @@ def of_meeting(evidence: CoordinateEvidence, step: int) -> str:
     held = shown[evidence.coordinate]
 
     def is_wrong(name: str) -> bool:
-        """Whether it is further from the truth than rounding takes it, beside ranks' own ends."""
+        """Whether it differs from the truth by more than rounding, against the ranks' own ends."""
         if name not in held or held[name].shape != truth.parameters[name].shape:
             return False
         apart = max(float((end[name] - ends[0][name]).double().norm()) for end in ends)

@@ -122,7 +122,7 @@ def _check_names(evidence: Evidence, rules: Follows, state: Assembled, step: int
 
 
 def _now(evidence: Evidence, step: int) -> Now:
-    """What rules are computed from, after ``step``."""
+    """The input of rules after ``step``."""
     parameters = wide(evidence, step)
     if step < 0:
         return Now(step, {}, parameters, {}, {}, ())
@@ -175,7 +175,7 @@ def _without_power(evidence: Evidence, rules: Follows) -> Iterator[ComparisonRow
 
 
 def _cause(evidence: Evidence, rules: Follows, step: int) -> str:
-    """What explains all wrong state, from ``step`` on; empty: nothing does."""
+    """The cause of all wrong state, from ``step`` on; empty: nothing explains it."""
     wrong, found = _explained(evidence, rules, step)
     # At the beginning several causes may come to the same: of an average that begins as its
     # parameter, to be late and not to move at all.
@@ -208,7 +208,9 @@ def _as_average(rules: Follows, pairs: Sequence[tuple[Tensor, str]], now: Now) -
 def _explained(
     evidence: Evidence, rules: Follows, step: int
 ) -> tuple[dict[str, list[Tensor]], list[str]]:
-    """The copies that are wrong after ``step``, by name, and sentences that explain all of them."""
+    """The copies that are wrong after ``step``, as name -> ranks, and sentences that explain all of
+    them.
+    """
     state, now = _held(evidence, step), _now(evidence, step)
     held = {
         name: [copy for copy in state.tensors[name].values() if not _same(copy, value)]

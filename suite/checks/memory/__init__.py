@@ -66,7 +66,7 @@ def decide(evidence: Figures) -> Outcome:
 
 
 def _held(evidence: Figures) -> Outcome:
-    """What ranks hold at each point, by class."""
+    """The bytes that ranks hold at each point, by class."""
     strategy = evidence.declaration.strategy
     if evidence.family is not None:
         return _at_family(evidence)
@@ -113,8 +113,8 @@ measure = unattributed.measure
 
 
 def _at_family(evidence: Figures) -> Outcome:
-    """What a rank shows is what it holds: bytes of state, and of what nobody shows, are at most
-    the declared overhead more.  Buffers of communication are each system's own.
+    """A rank holds the state that it shows: bytes of state and of hidden memory exceed it by the
+    declared overhead at most. Buffers of communication are each system's own.
     """
     overhead, held_most, shown_most = evidence.declaration.overhead, 0, 0
     # A pipeline may keep the outputs of its last window.
@@ -232,7 +232,7 @@ def _promised(
 def _counters(
     cost_model: CostModel, record: RankRecord, held: Mapping[str, Mapping[str, int]]
 ) -> int:
-    """Bytes of the step counters that torch's optimizers keep on the host beside a GPU.
+    """Bytes of the step counters that torch's optimizers keep on the host while they use a GPU.
 
     A scalar of at most 8 bytes a parameter; what is more is state, and belongs on the device.
     """

@@ -29,7 +29,7 @@ _ALIKE = 2
 
 
 def problem(evidence: Figures, record: RankRecord) -> str:
-    """What grows on the rank of ``record``, and by how much; empty: nothing."""
+    """The memory that grows on the rank of ``record``, and by how much; empty: none."""
     held, beside = (dict.fromkeys(evidence.steps, 0) for _ in range(2))
     counted = {}
     for row in record.memory:

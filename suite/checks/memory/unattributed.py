@@ -1,4 +1,4 @@
-"""Memory that nobody shows, at its largest: temporaries of a rank, against those of one process.
+"""Unclaimed memory at its largest: temporaries of a rank, against those of one process.
 
 What is neither state nor sent nor kept from forward to backward has no formula: kernels and
 autograd take it.  But one process that trains the same model on the largest micro-batch takes it,

@@ -158,7 +158,7 @@ class ScheduleFigures(SparselyStored):
 
 
 def actions_of(record: RankRecord, step: int) -> Log:
-    """What a rank computed in ``step``, in the order of begins."""
+    """The computations of a rank in ``step``, in the order of begins."""
     return sorted((row for row in record.actions if row.step == step), key=lambda row: row.begin)
 
 
@@ -167,7 +167,7 @@ def _action(row: Done) -> Action:
 
 
 def _wrong_run(evidence: Figures, record: RankRecord, step: int) -> str:
-    """What is wrong with the log of one rank and step."""
+    """The problem of the log of one rank and step."""
     log = actions_of(record, step)
     if problem := _wrong_order(evidence, record, log, record.steps[step].windows):
         return problem
@@ -335,7 +335,7 @@ def _name(case: Case, place: Sequence[int], shape: Sequence[int]) -> str:
 
 
 def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
-    """What one micro-batch of a stage takes: ``phase`` says of what, ``bound`` the bytes.
+    """The size of one micro-batch of a stage: ``phase`` says of what, ``bound`` the bytes.
 
     ``F``: held when its forward is over; ``W``: thereof what the gradients of weights need;
     ``input``: what is received for it.

@@ -1,4 +1,4 @@
-"""What a pipeline says that it will run, judged before it runs: soundness, name, closed forms.
+"""The announced schedule of a pipeline, judged before it runs: soundness, name, closed forms.
 
 The first half of the check ``schedule``, whose docstring tells what is asked.  The leader asks it
 before it starts a rank: a schedule that is unsound, or is not what its name says, is not run.
@@ -59,7 +59,7 @@ def claimed(
 def unsound_schedules(
     case: Case, strategy: str, schedules: Mapping[int, Schedule]
 ) -> dict[str, list[str]]:
-    """What is wrong with the announced schedules, by size of window; empty: nothing."""
+    """The problem of the announced schedules, by size of window; empty: none."""
     by_size = {}
     for size, schedule in schedules.items():
         # First whether it can run at all: one that cannot has no bubble to compare.

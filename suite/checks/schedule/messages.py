@@ -152,7 +152,7 @@ def _pipelines(evidence: Figures) -> Iterator[list[RankRecord]]:
 
 
 def _logged(evidence: Figures, record: RankRecord, step: int) -> dict[int, list[Action]]:
-    """What one rank did in each window, in order: a receive stands where it was waited for."""
+    """The actions of one rank in each window, in order: a receive stands at its wait."""
     if (found := messages_of(evidence, record, step)) is None:
         return {}
     events: list[tuple[int, int, Action]] = [

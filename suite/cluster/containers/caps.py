@@ -35,7 +35,7 @@ _LEAST_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Caps:
-    """What each node may have; ``None``: all that there is."""
+    """The limits of each node; ``None``: no limit."""
 
     cpus: float | None = None
     memory_bytes: int | None = None
@@ -126,7 +126,7 @@ def measured(
     caps: Sequence[Caps],
     told: Mapping[str, str],
 ) -> dict[str, list[float | None]]:
-    """What the nodes have of what is declared; waits for their agents.
+    """The measured caps of the nodes; waits for their agents.
 
     One figure a node, ``None`` where nothing is declared of it.  ``told``: the environment of what
     runs in the head.
@@ -165,7 +165,7 @@ def measured(
 
 
 def declared_of(caps: Sequence[Caps]) -> dict[str, list[float | None]]:
-    """What is declared of any node, by name: one figure a node."""
+    """The caps declared for any node, as name -> one figure a node."""
     names = dict.fromkeys(name for each in caps for name in each.declared)
     return {name: [each.declared.get(name) for each in caps] for name in names}
 
@@ -181,7 +181,7 @@ def wait(engine: Any, head: Any, doors: Sequence[str]) -> None:
 def complaints(
     declared: Mapping[str, Sequence[float | None]], found: Mapping[str, Sequence[float | None]]
 ) -> Iterator[str]:
-    """What is too far off, each with both figures and a remedy."""
+    """The caps that are too far off, each with both figures and a remedy."""
     for name, wanted in declared.items():
         for node, (asked, has) in enumerate(zip(wanted, found[name], strict=True)):
             if asked is not None and has is not None and _off(asked, has) > TOLERANCE:

@@ -57,7 +57,7 @@ _MODULES = ("shardproof.cases.preloaded", "shardproof.cases.training")
 
 @dataclass(frozen=True)
 class Cluster:
-    """What to start.  ``own``: folders of the user's, mounted read only where they are here.
+    """The plan of a start. ``own``: folders of the user's, mounted read only if they are here.
 
     ``slow``: of one node, what it has instead of ``caps``.  ``measured``: what nodes have of these,
     by node, once they have started; ``far``: ranks delay messages, since the kernel cannot.
@@ -82,12 +82,12 @@ class Cluster:
 
     @property
     def node_caps(self) -> list[Caps]:
-        """What each node may have."""
+        """The limits of each node."""
         return [self.caps.but(self.slow.get(node, Caps())) for node in range(self.nodes)]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What ``run.json`` tells of it."""
+        """Its entry in ``run.json``."""
         per_node = self.ranks_per_node
         places = [list(range(n * per_node, (n + 1) * per_node)) for n in range(self.nodes)]
         facts: dict[str, Any] = {}
@@ -187,7 +187,7 @@ def _under_weather(
 
 
 def _told(cluster: Cluster) -> dict[str, str]:
-    """What its head knows of it (``launch.nodes.facts_here``)."""
+    """The facts that its head knows (``launch.nodes.facts_here``)."""
     typed: dict[str, Any] = {
         "nodes": cluster.nodes,
         "ranks_per_node": cluster.ranks_per_node,
@@ -284,12 +284,12 @@ def _common(
 
 
 def user() -> int:
-    """Who judges, in the head."""
+    """The user of the head, which judges."""
     return os.geteuid() or OWN_USER
 
 
 def rank_user() -> int:
-    """Who the ranks are, on nodes."""
+    """The user of the ranks on nodes."""
     return RANK_USER if user() != RANK_USER else RANK_USER + 1
 
 
@@ -328,8 +328,8 @@ def removed_afterwards(engine: Any, name: str) -> Iterator[Callable[[], None]]:
 
 
 def parts(engine: Any, name: str = "") -> list[Any]:
-    """Containers, then networks, of cluster ``name`` ("": of all that commands have made; whoever
-    gives containers of their own such a label ends them, too).
+    """Containers, then networks, of cluster ``name`` ("": of all that commands have made, and of
+    containers of yours with such a label).
     """
     filters = {"label": f"{LABEL}={name}" if name else LABEL}
     containers = engine.containers.list(all=True, filters=filters, ignore_removed=True)
@@ -374,7 +374,7 @@ def _remove_once(there: list[Any]) -> None:
 
 
 def clean(engine: Any, say: Callable[[str], None], everything: bool = False) -> bool:
-    """Remove what runs left behind; those that go on only with ``everything``.  Whether it went."""
+    """Remove leftovers of runs; active ones only with ``everything``. Returns whether all went."""
     gone, found = True, dict[str, list[Any]]()
     for part in parts(engine):
         found.setdefault(label_of(part), []).append(part)
@@ -392,7 +392,7 @@ def clean(engine: Any, say: Callable[[str], None], everything: bool = False) -> 
 
 
 def what_it_does(there: Sequence[Any]) -> str:
-    """Whether a cluster with these parts goes on, or is left over, in words.
+    """Whether a cluster with these parts is active or left over, in words.
 
     One engine may serve several machines and containers, whose processes are not seen here: what
     they have started goes on as long as a container of it runs.

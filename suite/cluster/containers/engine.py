@@ -34,7 +34,7 @@ class NoCluster(RuntimeError):
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What the SDK raises where the engine cannot do something, stalls, or has gone."""
+    """The errors of the SDK where the engine cannot do something, stalls, or has gone."""
     from docker.errors import DockerException
     from requests import RequestException
     from urllib3.exceptions import HTTPError
@@ -74,7 +74,7 @@ def engine_missing() -> str | None:
 
 
 class Output:
-    """What a command in the container ``box`` says, given to ``take`` by a thread as it comes.
+    """The output of a command in the container ``box``, given to ``take`` by a thread as it comes.
 
     ``start`` starts the command.
     """
@@ -154,7 +154,7 @@ def image_name(target: str) -> str:
 
 
 def build(engine: Any, force: bool = False, targets: Sequence[str] = LEAN) -> dict[str, Any]:
-    """Build the images that are missing or old; what ``run.json`` tells of them all.
+    """Build the images that are missing or old; their entry in ``run.json``.
 
     ``targets``: what nodes are made of, and the head; their ids stand under ``rank`` and ``judge``.
 
@@ -193,7 +193,7 @@ def is_old(engine: Any, image: str) -> bool:
 
 
 def _wanted(engine: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
-    """What of images is told, what their build is given, and digests of what they are made of."""
+    """The facts about images, the arguments of their build, and digests of their inputs."""
     if not (ROOT / "Dockerfile").exists():
         raise NoCluster(f"images are built from a checkout, but {ROOT} is not one")
     arguments = image_inputs.arguments(os.environ)

@@ -1,4 +1,4 @@
-"""What images are made of: names that may be used, arguments of the build, files, and a digest.
+"""The inputs of images: names that may be used, arguments of the build, files, and a digest.
 
 Two pairs: ``rank`` and ``judge``, and the same with DeepSpeed and MPI, ``rank-all`` and
 ``judge-all`` (``Dockerfile``).
@@ -71,7 +71,7 @@ def arguments(environment: Mapping[str, str], root: Path = ROOT) -> dict[str, st
 
 
 def default_argument(name: str, root: Path = ROOT) -> str:
-    """What the Dockerfile has, unless told otherwise."""
+    """The default values of the Dockerfile."""
     text = (root / "Dockerfile").read_text()
     found = re.search(rf"^ARG {name}=(\S+)", text, re.MULTILINE)
     assert found is not None
@@ -89,7 +89,7 @@ def source_digest(inputs: Mapping[str, str]) -> str:
 
 
 def input_digests(build: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
-    """What images are made of, files and folders, and arguments of the build -> its digest.
+    """The inputs of images, files, folders and arguments of the build -> its digest.
 
     Of a torch that is not locked the place decides, too: one index has it for CPUs, one for CUDA.
     """
@@ -107,7 +107,7 @@ def input_digests(build: Mapping[str, str], root: Path = ROOT) -> dict[str, str]
 
 
 def label_of_inputs(inputs: Mapping[str, str], root: Path = ROOT) -> str:
-    """What an image tells of its inputs and of the checkout that it was built from.
+    """The labels of an image: its inputs, and the checkout that it was built from.
 
     No addresses, not as digests either: they may hold passwords.
     """
@@ -139,7 +139,7 @@ def _files(top: Path) -> Iterator[Path]:
 
 
 def told(build: Mapping[str, str], digest: str, root: Path = ROOT) -> dict[str, Any]:
-    """What ``run.json`` tells of them; addresses, which may hold passwords, are left out."""
+    """Their entry in ``run.json``; addresses, which may hold passwords, are left out."""
     named = {name: value for name, value in build.items() if name not in _PLACES}
     return {
         "torch": named["TORCH"],

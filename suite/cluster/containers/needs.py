@@ -1,4 +1,4 @@
-"""What a command needs of a cluster beside its nodes: packages in the images, and GPUs.
+"""The needs of a command other than nodes: packages in the images, and GPUs.
 
 Nodes get their GPUs in order; the head gets all, since it says whether there are enough.
 """
@@ -44,7 +44,7 @@ class Gpus:
 
     @classmethod
     def of(cls, backends: Collection[str], ranks_per_node: int) -> Self:
-        """What ``--backend`` asks for: a GPU for each rank, or one that the ranks share."""
+        """The need of ``--backend``: a GPU for each rank, or one that the ranks share."""
         asked = (BACKENDS[name] for name in backends if name in BACKENDS)
         return cls(max((backend.devices(ranks_per_node) for backend in asked), default=0))
 
@@ -53,7 +53,7 @@ class Gpus:
         return list(range(node * self.per_node, (node + 1) * self.per_node))
 
     def requested(self, *nodes: int) -> dict[str, Any]:
-        """What the engine is asked for as it starts a container with the GPUs of these nodes."""
+        """The request to the engine when it starts a container with the GPUs of these nodes."""
         from docker.types import DeviceRequest
 
         which = [str(number) for node in nodes for number in self.numbers(node)]
@@ -70,7 +70,7 @@ class Needs:
 
     @classmethod
     def of(cls, systems: Iterable[str], backends: Collection[str], ranks_per_node: int = 1) -> Self:
-        """What ``systems``, by names or ids, need on these backends."""
+        """The needs of ``systems``, given as names or ids, on these backends."""
         over_mpi = any(b in BACKENDS and BACKENDS[b].mpirun for b in backends)
         everything = over_mpi or any("deepspeed" in name for name in systems)
         return cls(EVERYTHING if everything else LEAN, Gpus.of(backends, ranks_per_node))
@@ -79,7 +79,7 @@ class Needs:
     def of_cases(
         cls, cases: Collection[Case], ranks_per_node: int, asked: Collection[str] = ()
     ) -> Self:
-        """What ``cases`` need, and the systems that they are compared with.
+        """The needs of ``cases``, and of the systems that they are compared with.
 
         GPUs are for backends that were ``asked`` for, or can run here: those of a whole matrix are
         skipped where there are none.

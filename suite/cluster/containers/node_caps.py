@@ -176,7 +176,7 @@ def _of_children() -> float:
 
 
 def memory(folder: str = "/sys/fs/cgroup") -> int:
-    """Bytes that the kernel lets the node have, as its cgroup tells; 0: no limit is told."""
+    """Bytes that the kernel lets the node have, by its cgroup; 0: no limit is known."""
     for name in _MEMORY_FILES:
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
             return int((Path(folder) / name).read_text())

@@ -44,7 +44,7 @@ class Host(Stored):
 
 @dataclass(frozen=True)
 class Plan(Stored):
-    """What was about to be run, where: all that is needed to judge it.  ``began`` is Unix time.
+    """The plan of a launch elsewhere: all that is needed to judge it. ``began`` is Unix time.
 
     ``image``: what the image tells of itself that rank 0 runs in (``runs.machine.image``).
     """
@@ -81,7 +81,7 @@ def plan_digest(records: Path) -> str:
 
 
 def read_plan(records: Path) -> Plan:
-    """What :func:`write_plan` wrote.
+    """The plan that :func:`write_plan` wrote.
 
     :raises SelectionError: no plan there.
     """

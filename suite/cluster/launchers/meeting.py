@@ -127,7 +127,7 @@ def see_plan(store: dist.Store, place: Place, records: Path) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """Who a rank says it is."""
+    """The identity that a rank reports."""
 
     rank: int
     world: int
@@ -147,7 +147,7 @@ class Entry:
 
 
 def mistake(entries: Sequence[Entry], settled: bool = False) -> Problem | None:
-    """What is wrong with a job of ``entries``; ``settled``: nobody has come for a while."""
+    """The problem of a job of ``entries``; ``settled``: no rank has arrived for a while."""
     return _worlds(entries) or _twice(entries) or (_one_a_node(entries) if settled else None)
 
 

@@ -287,7 +287,7 @@ def telling(what: Callable[[], str]) -> Iterator[Callable[[], None]]:
 
 
 def interface_to(address: str) -> str | None:
-    """The network interface that leads to ``address``; ``None`` if that cannot be told.
+    """The network interface that leads to ``address``; ``None`` if it is unknown.
 
     gloo would otherwise resolve the own host name, which is the loopback on many machines.
     """

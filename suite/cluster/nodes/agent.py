@@ -33,7 +33,7 @@ _BACKLOG = 256
 
 @dataclass
 class _Order:
-    """What has been ordered: a keeper or informant, ``ticket`` being its own, or a daemon."""
+    """The order: a keeper or informant with a ``ticket`` of its own, or a daemon."""
 
     connection: socket.socket
     ticket: int = 0

@@ -1,4 +1,4 @@
-"""What has become of a node while ranks are on it: it has ended, is paused, or is cut off.
+"""The state of a node while ranks are on it: it has ended, is paused, or is cut off.
 
 The agent is asked, because whatever befalls a node befalls it, too.  Its connection ends with it.
 If it has a question to read and is not let run, its node is paused: the kernel makes a process that
@@ -38,7 +38,7 @@ class Inquiry:
         self.known = False
 
     def how(self) -> How | None:
-        """What has become of the node, as far as is known by now; ``None``: nothing."""
+        """The state of the node, as far as it is known; ``None``: running."""
         try:
             answer = self._connection.recv(64, socket.MSG_DONTWAIT) if self._waits else WELL
             if not self._waits:

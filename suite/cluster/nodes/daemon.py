@@ -1,4 +1,5 @@
-"""What ``mpirun`` calls instead of ``ssh``: ``daemon.py NODE COMMAND`` has a node's agent run it.
+"""The program that ``mpirun`` calls instead of ``ssh``: ``daemon.py NODE COMMAND`` has a node's
+agent run it.
 
 The node's door is in the folder ``SHARDPROOF_DOORS``.  The command runs as long as this program
 does, writes where this one would, and finds the socket of its node's stand-ins, in the folder of

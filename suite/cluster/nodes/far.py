@@ -30,7 +30,7 @@ class FarNodes:
     def __call__(
         self, request: Request, members: Sequence[int], rank: int, work: Any
     ) -> _Late | None:
-        """What torch's ``work`` gives, late; ``None``: it is not."""
+        """The result of torch's ``work``, delayed; ``None``: no delay."""
         seconds = self.late(request, members, rank)
         return _Late(request, work, seconds) if seconds else None
 
@@ -60,7 +60,7 @@ def _crossings(operation: str, ranks: int, nodes: int) -> int:
 
 
 class _Late(NativeHandle):
-    """What ``work`` returns comes ``seconds`` after it is there, whoever waits for it and when."""
+    """Delay the result of ``work`` by ``seconds``, whichever rank waits for it and when."""
 
     def __init__(self, request: Request, work: Any, seconds: float) -> None:
         super().__init__(request, work)

@@ -65,7 +65,7 @@ def inform(folder: Path) -> None:
 
 
 def share(folder: Path) -> None:
-    """Open ``folder`` to the user of ranks, and the way to it, but not what lies beside the way."""
+    """Open ``folder`` to the user of ranks, and the path to it, but no other folder on the path."""
     folder.chmod(0o777)
     top = Path(tempfile.gettempdir()).resolve()
     for parent in folder.resolve().parents:

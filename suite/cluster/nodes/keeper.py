@@ -55,7 +55,7 @@ class KeeperTask:
 
     @property
     def folder(self) -> Path:
-        """What MPI leaves on this node lies there."""
+        """The folder for the files of MPI on this node."""
         return self.workdir / self.node
 
 

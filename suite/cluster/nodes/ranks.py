@@ -58,7 +58,7 @@ class ClusterNodes(Nodes):
         return cls(int(facts["nodes"]), int(facts["ranks_per_node"]), rate, far_seconds=far)
 
     def host(self) -> NodeRanks:
-        """What runs ranks on these nodes."""
+        """The runner of ranks on these nodes."""
         return NodeRanks(self)
 
     def wait(self) -> None:
@@ -175,7 +175,7 @@ class NodeRanks(ProcessHost):
                 raise NodeGone(f"nodes did not start their ranks within {_MEET_SECONDS:g} s")
 
     def descriptors(self, alive: Sequence[RankProcess]) -> list[int]:
-        """What becomes readable when one of them ends."""
+        """The descriptor that becomes readable when one of them ends."""
         return [order.keeper.fileno() for order in self._orders if not order.is_gone]
 
     def status(self, process: RankProcess) -> int | None:
@@ -244,7 +244,7 @@ class NodeRanks(ProcessHost):
 
 
 class _Order:
-    """What an agent is ordered to start, for as long as the connection to it lasts.
+    """The order to an agent, which lasts as long as the connection to it.
 
     :raises NodeGone: the agent has ended.
     """
@@ -287,7 +287,7 @@ class _Order:
         return self.lost() is not None or (self.inquiry.known and not self.is_gone)
 
     def lost(self) -> Lost | None:
-        """What has become of the node; ``None``: nothing that is known."""
+        """The state of the node; ``None``: nothing is known to be wrong."""
         how = self.inquiry.how()
         return None if how is None else Lost(self.node, self.task.ranks, how)
 

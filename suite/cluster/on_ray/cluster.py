@@ -69,7 +69,7 @@ def joined(address: str, jobs: int | None) -> Iterator[RayCluster]:
 
 
 def _why_closed(address: str) -> str:
-    """Why nobody serves that port, for which Ray would wait for minutes; empty: it is open."""
+    """Why no server answers on that port, for which Ray would wait minutes; empty: it is open."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
@@ -119,7 +119,7 @@ class RayCluster(CaseHost):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What ``run.json`` tells of it."""
+        """Its entry in ``run.json``."""
         nodes = [
             {"name": node["NodeManagerHostname"], "cpus": node["Resources"].get("CPU", 0)}
             for node in self._nodes()
@@ -195,7 +195,7 @@ class RayCluster(CaseHost):
         ]
 
     def _no_place(self, case: Case) -> str:
-        """What no node that is alive has and ``case`` asks for; empty: one has it all."""
+        """The resource that ``case`` asks for and no live node has; empty: one node has all."""
         gpus = self._gpus_of(case)
         for resources in (node["Resources"] for node in self._nodes()):
             if resources.get("CPU", 0) >= 1 and resources.get("GPU", 0) >= gpus:

@@ -181,7 +181,7 @@ def _read(connection: socket.socket) -> tuple[dict[str, str], int | None]:
 
 
 def _changed(variables: Mapping[str, str]) -> dict[str, str]:
-    """What ``mpirun`` has put into the environment."""
+    """The variables that ``mpirun`` has put into the environment."""
     return {
         name: value
         for name, value in variables.items()

@@ -1,4 +1,4 @@
-"""What ``mpirun`` starts for a rank; the rank itself is forked elsewhere, with torch imported.
+"""The program that ``mpirun`` starts for a rank; the rank itself is forked elsewhere, with torch.
 
 Hands its environment, and the descriptor of MPICH's process manager, to the socket that
 ``SHARDPROOF_STAND_IN`` names, and ends when that is closed.  Run as a file by ``python -I -S``: it

@@ -1,4 +1,4 @@
-"""What the process carries while a memory ledger is open, and nothing of it otherwise.
+"""The hooks of a process while a memory ledger is open; none otherwise.
 
 Three things escape a dispatch mode: ``UntypedStorage.resize_`` does not dispatch (FSDP frees its
 parameters with it), optimizers keep their state to themselves, and DTensor runs every operator

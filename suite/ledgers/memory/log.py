@@ -1,4 +1,4 @@
-"""What a rank held and when: an append-only log, classed and replayed after the fact.
+"""The memory of a rank over time: an append-only log, classed and replayed after the fact.
 
 Plain data without torch, so that a stored run can be judged again.  A storage's class is decided
 from the *whole* log, because what an allocation is for shows only later:
@@ -36,7 +36,7 @@ Origin = Literal["own", "before", "observed"]
 
 @dataclass(slots=True)
 class Storage:
-    """One allocation: where it lies and who made it.
+    """One allocation: its place and its origin.
 
     ``operation`` is the torch operator that made it.
     """

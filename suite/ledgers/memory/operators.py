@@ -1,4 +1,4 @@
-"""What is known of torch's operators: whether a result can be a new storage."""
+"""The known properties of torch's operators: whether a result can be a new storage."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class MemoryLedger(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is allocated inside is the suite's; frees and resizes are still seen."""
+        """Allocations inside are the suite's; frees and resizes are still seen."""
         self._pauses += 1
         try:
             yield
@@ -104,7 +104,7 @@ class MemoryLedger(TorchDispatchMode):
             self._pauses -= 1
 
     def unseen(self) -> AbstractContextManager[object]:
-        """The suite copies inside, and nobody keeps what it makes; frees are still seen."""
+        """Mark copies of the suite, which are not kept; frees are still seen."""
         return _pop_mode_temporarily() if _get_current_dispatch_mode() is self else nullcontext()
 
     def classify(
@@ -315,12 +315,12 @@ class MemoryLedger(TorchDispatchMode):
 
 
 def _of_file(storage: torch.UntypedStorage) -> bool:
-    """Whether ``storage`` is mapped from a file, whoever made it and how."""
+    """Whether ``storage`` is mapped from a file, however it was made."""
     return storage.device.type == "cpu" and getattr(storage, "filename", None) is not None
 
 
 def _on_host(tensor: Tensor, other: Tensor) -> bool:
-    """Whether ``tensor`` lies in host memory: beside an accelerator the CPU, else in files."""
+    """Whether ``tensor`` lies in host memory: with an accelerator the CPU, else in files."""
     if tensor.device.type != "cpu":
         return False
     if other.device.type not in ("cpu", "meta"):

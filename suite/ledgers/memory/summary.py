@@ -1,4 +1,4 @@
-"""What is kept of a memory log in a run's records: bytes at every mark, peaks of every phase."""
+"""The part of a memory log in a run's records: bytes at every mark, peaks of every phase."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MemoryRow:
 
 
 def summary(log: MemoryLog) -> list[MemoryRow]:
-    """What is kept of ``log``; what is 0 is left out.
+    """The stored part of ``log``; zeros are left out.
 
     The peak of a phase is that of each class alone; of ``all``, that of their sum.
     """

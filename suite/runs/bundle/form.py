@@ -1,4 +1,4 @@
-"""What a bundle is: names, limits, and the list that stands first in it."""
+"""The form of a bundle: names, limits, and the list at its start."""
 
 from __future__ import annotations
 

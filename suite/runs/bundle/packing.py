@@ -89,7 +89,9 @@ def _plain(folder: Path, name: str) -> Path:
 
 
 def _left_out(folder: Path, packed: Mapping[str, Any]) -> Iterator[str]:
-    """What of the folder is not packed: files of its first level, others by their folder."""
+    """The part of the folder that is not packed: files of its first level, others by their
+    folder.
+    """
     inside: Counter[str] = Counter()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

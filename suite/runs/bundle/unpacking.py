@@ -278,7 +278,7 @@ def _listing(reader: _Reader, run: str, text: bytes) -> tuple[Listing, list[str]
 
 
 def notes(listing: Listing) -> Sequence[str]:
-    """What to know of a bundle beside its verdicts."""
+    """The facts about a bundle other than its verdicts."""
     others = [one_line(version) for version in listing.judged_by if version != VERSION]
     again = (
         f"judged by shardproof {', '.join(others)}, judged again by {VERSION}: "

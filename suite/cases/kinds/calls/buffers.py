@@ -57,7 +57,7 @@ def shape_of(layout: str, parts: int | None = None) -> tuple[int, ...]:
 def pattern(
     dtype: torch.dtype, shape: tuple[int, ...], member: int, salt: int, limit: int
 ) -> Tensor:
-    """What ``member`` gives: integers in 0..limit-1 that differ by element, member and salt.
+    """The input of ``member``: integers in 0..limit-1 that differ by element, member and salt.
 
     One tensor for all who ask: to be read only.
     """
@@ -86,7 +86,7 @@ def limit_for(dtype: torch.dtype, reduce: str | None, size: int) -> int:
 def operand(
     dtype: torch.dtype, shape: Sequence[int], member: int, salt: int, reduce: str | None, size: int
 ) -> Tensor:
-    """What ``member`` of ``size`` gives to a call."""
+    """The input that ``member`` of ``size`` gives to a call."""
     values = pattern(dtype, tuple(shape), member, salt, limit_for(dtype, reduce, size))
     if reduce == "product":
         return values + 1
@@ -172,7 +172,7 @@ class Buffer:
 
 
 def poison_of(tensor: Tensor) -> Tensor:
-    """What no operation may leave: NaN, or for integers the smallest number but one."""
+    """The value that no operation may leave: NaN, or for integers the smallest number but one."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return torch.full_like(tensor, float("nan"))
     if tensor.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""What one rank does in a case of workload ``calls``: make calls, compare all memory that they saw.
+"""The program of a rank in a case of workload ``calls``: make calls, compare all memory involved.
 
 What the ranks must tell each other (who is late, who came to a barrier) goes through the store in
 which they met, never through what is judged.
@@ -166,7 +166,7 @@ class _Caller:
             self.store.add(f"{flight.key}/asked", 1)
 
     def _until(self, key: str, count: int) -> None:
-        """Return when ``count`` ranks have told the store.
+        """Return when ``count`` ranks have reported to the store.
 
         :raises RankEnded: one has raised in a call that is right, and tells nothing more.
         """

@@ -282,7 +282,7 @@ class _Tensors:
         return {"inputs": [given], "outputs": [result.view], "splits": (gives, takes)}
 
     def _send_recv(self) -> dict[str, Any]:
-        """Each rank to the next one; two messages where they are told apart by tags."""
+        """Each rank sends to the next one; two messages where tags can distinguish them."""
         tags = (7, 8) if self.form == "tagged" else (0,)
         transfers: list[Send | Recv] = []
         for source in self.members:

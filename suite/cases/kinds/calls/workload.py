@@ -113,7 +113,7 @@ Offered = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 def within(offered: Offered, takes: Mapping[str, Mapping[str, Sequence[str]] | None]) -> Offered:
-    """What is ``offered`` of what a backend ``takes`` (:attr:`Backend.takes`)."""
+    """The values ``offered`` among those that a backend ``takes`` (:attr:`Backend.takes`)."""
     both = {}
     for operation, factors in offered.items():
         if (limits := takes.get(operation, {})) is not None:

@@ -88,7 +88,7 @@ _OTHER = torch.float64
 
 
 def arguments(cell: Cell, rank: int, size: int) -> dict[str, Any]:
-    """What member ``rank`` of ``size`` gives to a wrong call."""
+    """The input that member ``rank`` of ``size`` gives to an invalid call."""
     if "differs" in cell:
         way = cell["differs"] if rank == size - 1 else ""
         return _differing(cell["operation"], way, size, rank)

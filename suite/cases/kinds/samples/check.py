@@ -59,7 +59,7 @@ def decide(figures: Figures) -> Outcome:
 
 
 class _Leg:
-    """What the ranks of one leg noted, by data coordinate."""
+    """The samples that the ranks of one leg recorded, by data coordinate."""
 
     def __init__(self, records: Sequence[RankRecord], coordinates: Mapping[int, int]) -> None:
         self.records, self.coordinates = records, coordinates
@@ -70,7 +70,7 @@ class _Leg:
         ]
 
     def shares(self, asked: str, epoch: int) -> Shares | None:
-        """What the coordinates were given; ``None``: this was not asked for."""
+        """The samples that the coordinates received; ``None``: this was not asked for."""
         place = asked, epoch
         given = [
             next((d.samples for d in self.records[rank].drawn if place == (d.asked, d.epoch)), None)
@@ -118,7 +118,7 @@ class _Judged:
         self._row(0, "whole", "generators", _moved(leg))
 
     def _coverage(self, leg: _Leg, epoch: int, shares: Shares) -> str:
-        """What is wrong with who takes what in an epoch that begins and ends in ``leg``."""
+        """The problem of the shares in an epoch that begins and ends in ``leg``."""
         where = f"in epoch {epoch}"
         sizes = workload.shares(self.samples, leg.world, self.tail)
         if problem := self._foreign(leg, shares, where):
@@ -198,7 +198,7 @@ class _Judged:
         return ""
 
     def _natural(self, shares: Shares) -> str:
-        """Whether ranks take samples in the order of the data set; repeats may begin it anew."""
+        """Whether ranks take samples in the order of the data set; repeats may start it again."""
         repeats = sum(map(len, shares)) > self.samples
         for share in shares:
             falls = [pair for pair in pairwise(share) if pair[0] >= pair[1]]
@@ -241,7 +241,7 @@ class _Judged:
             self._row(later, "resumed", "order", problem)
 
     def _resumed(self, epoch: int, taken: Sequence[Shares]) -> str:
-        """What is wrong with who takes what in the epoch that several legs share."""
+        """The problem of the shares in an epoch that several legs share."""
         left, quota = self.samples, self.params["resume_at"] * self.params["batch"]
         total, earlier = 0, Counter[int]()
         for number, (leg, shares) in enumerate(zip(self.legs, taken, strict=True)):
@@ -275,7 +275,7 @@ class _Judged:
     def _repeated(
         self, epoch: int, earlier: Counter[int], now: Counter[int], shares: Shares, leg: _Leg
     ) -> str:
-        """What is seen before a stop and again after it; padding may repeat a few."""
+        """The samples seen before a stop and again after it; padding may repeat a few."""
         again = sorted(sample for sample in now if earlier[sample])
         may = leg.world - 1 if self.tail == "pad" else 0
         if len(again) <= may:

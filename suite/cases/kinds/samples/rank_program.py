@@ -1,4 +1,4 @@
-"""What one rank does in a case of workload ``epochs``: ask its sampler, note what it gives.
+"""The program of a rank in a case of workload ``epochs``: ask its sampler, record the answers.
 
 Nothing is judged here: ``check.py`` compares what the ranks noted.  Global generators differ from
 rank to rank, as they do in training, so a sampler that draws from them shows.
@@ -37,7 +37,7 @@ GENERATORS: Mapping[str, Callable[[], Any]] = {
 
 
 def after(case: Case, leg: int, before: Sequence[RankRecord]) -> SamplesProgram:
-    """The program of a leg, whose ranks get the state that those of the leg ``before`` told."""
+    """The program of a leg, whose ranks get the state that the leg ``before`` reported."""
     return SamplesProgram(case, leg, tuple(record.told_state for record in before))
 
 
@@ -97,7 +97,7 @@ class _Asker:
                 self._note("seed", 0, self._started(OTHER_SEED))
 
     def leg(self) -> None:
-        """What is asked of a run that stops in this leg, or goes on in it."""
+        """The requests to a run that stops in this leg, or continues in it."""
         sampler, epoch = self._started(), self.params["resume_epoch"]
         if self.program.leg:
             by_rank = "state_by_rank" in self.record.declaration.features
@@ -134,7 +134,7 @@ class _Asker:
         self.record.drawn.append(Drawn(asked, epoch, samples, moved=" and ".join(moved)))
 
     def _epoch(self, sampler: Sampling, epoch: int) -> Iterator[int]:
-        """What it gives, as plain numbers; one that never ends is cut off."""
+        """The answer as plain numbers; one that never ends is cut off."""
         given: Iterable[Any] = sampler.epoch(epoch)
         most = 2 * self.params["samples"] + 2
         for sample in itertools.islice(given, most):

@@ -65,7 +65,7 @@ def resolve(spec: WorkloadSpec) -> Params:
 
 
 def asked(spec: WorkloadSpec, world: int) -> list[str]:
-    """What a case of ``world`` data coordinates asks of a sampler (``Sampling.asked``)."""
+    """The requests of a case of ``world`` data coordinates to a sampler (``Sampling.asked``)."""
     params = resolve(spec)
     needed = {
         "shuffle": params["shuffle"],

@@ -34,7 +34,7 @@ NEEDS: Needs = ("values", "every rank")
 
 
 class Right(NamedTuple):
-    """What is right after a vote: whether training is over, the step of the best, the metric."""
+    """The expected result of a vote: whether training is over, the step of the best, the metric."""
 
     ends: bool
     best: int | None
@@ -74,7 +74,7 @@ def decide(figures: Figures) -> Outcome:
 
 
 def rulings(rule: StopRule, script: Script) -> Iterator[Right]:
-    """What is right after each vote of a script, up to the end."""
+    """The expected result of each vote of a script, up to the end."""
     metrics = [_mean(casts) for casts in script]
     gains: list[int] = []  # the votes that were better than the best before them
     for step, metric in enumerate(metrics):
@@ -94,7 +94,7 @@ def rulings(rule: StopRule, script: Script) -> Iterator[Right]:
 
 
 def alone(rule: StopRule, script: Script) -> Iterator[list[Right]]:
-    """What each rank would be told by its own numbers."""
+    """The result that each rank would get from its own numbers."""
     for rank in range(len(script[0])):
         yield list(rulings(rule, [[casts[rank]] for casts in script]))
 
@@ -126,7 +126,7 @@ def _reaches(rule: StopRule, metric: float, target: float) -> bool:
 
 
 def _end(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
-    """What is wrong with the vote at which ranks end."""
+    """The problem of the vote at which ranks end."""
     for step, ruled in enumerate(right):
         ends = [rank for rank, own in enumerate(told) if own[step].ends]
         go_on = [rank for rank in range(len(told)) if rank not in ends]
@@ -141,7 +141,7 @@ def _end(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
 
 
 def _best(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
-    """What is wrong with the checkpoint that ranks have for the best, at the first such vote."""
+    """The problem of the checkpoint that ranks take for the best, at the first such vote."""
     for step in range(min(len(right), *map(len, told))):
         bests = [own[step].best for own in told]
         if len({*bests}) > 1:
@@ -155,7 +155,7 @@ def _best(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
 
 
 def _metric(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
-    """What is wrong with the metric that ranks are told, at the first such vote."""
+    """The problem of the metric that ranks receive, at the first such vote."""
     for step in range(min(len(right), *map(len, told))):
         metrics, mean = [own[step].metric for own in told], right[step].metric
         for rank, metric in enumerate(metrics):

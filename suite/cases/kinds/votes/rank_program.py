@@ -1,4 +1,4 @@
-"""What one rank does in a case of workload ``votes``: vote as its scripts say, note the answers.
+"""The program of a rank in a case of workload ``votes``: vote by its scripts, record the answers.
 
 Nothing is judged here: ``check.py`` compares what the ranks noted.  After each vote the ranks tell
 each other whether training is over.  Where they disagree the script ends on all of them, for in
@@ -29,7 +29,7 @@ class VotingProgram(Program):
     """Vote through all scripts."""
 
     def fill(self, record: RankRecord, system: Any, world: int) -> None:
-        """Note what is told after each vote."""
+        """Record the answer to each vote."""
         case = self.case
         axes = tuple(case.mesh)
         mesh = Mesh(case.mesh, joint=(axes,), device=BACKENDS[case.backend].device)
@@ -44,7 +44,7 @@ class VotingProgram(Program):
 def _vote(
     voter: Stopping, number: int, script: workload.Script, rank: int, comm: Comm
 ) -> list[Voted]:
-    """What rank ``rank`` is told in one script."""
+    """The answers that rank ``rank`` gets in one script."""
     log, noted = program_order.current(), []
     for step, casts in enumerate(script):
         own = casts[rank]

@@ -47,7 +47,7 @@ TIES, ODD_ONES, WISHES = 0.2, 0.2, 0.1
 
 @dataclass(frozen=True)
 class Cast:
-    """What one rank tells in one vote."""
+    """The vote of one rank."""
 
     metric: float
     weight: float
