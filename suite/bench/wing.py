@@ -62,8 +62,8 @@ class OnNodes(NodeCommand):
     shardproof cluster bench cluster-strong                     efficiency by bandwidth
 
     A scaling scenario that asks for bandwidths is timed at each, in nodes made for it, into one run
-    folder. As `cluster run` in all else. Each rank keeps to cores of its own, where there are
-    enough. In `collectives` the algorithm `hierarchical` is that of these nodes.
+    folder. All else is as in `cluster run`. Each rank has cores of its own, if there are
+    enough. In `collectives` the algorithm `hierarchical` uses these nodes.
     """
 
     def planned(self, words: Sequence[str]) -> NodePlan:
@@ -89,7 +89,7 @@ class Bench(Wing):
         """Add ``bench``."""
         from shardproof.bench import command
 
-        short = "Time pairs of implementations, or what more ranks gain."
+        short = "Time pairs of implementations, or scaling."
         app.add_typer(command.app, name="bench", short_help=short)
 
     def verify(self, run: Any) -> Iterable[str]:

@@ -19,7 +19,7 @@ checkpoints = typer.Typer(
     help="""Inspect checkpoints of reference strategies: docs/checkpoints.md.
 
     \b
-    shardproof checkpoint inspect PATH          what is in it, and which system saved it
+    shardproof checkpoint inspect PATH          its contents, and the system that saved it
     shardproof checkpoint verify PATH           check every byte against its checksum
     shardproof checkpoint diff PATH OTHER       differences between two checkpoints
     shardproof checkpoint convert PATH FOLDER --to full
@@ -32,12 +32,12 @@ PathArgument = Annotated[
 ]
 
 
-@checkpoints.command(short_help="Show what is in a checkpoint, and which system saved it.")
+@checkpoints.command(short_help="Show the contents of a checkpoint and the system that saved it.")
 def inspect(
     path: PathArgument,
     names: Annotated[bool, typer.Option("--names", help="a row for each tensor")] = False,
 ) -> None:
-    """Say what is in a checkpoint: strategy, mesh, step, tensors. Reads no tensor.
+    """Show the contents of a checkpoint: strategy, mesh, step, tensors. Reads no tensor.
 
     Exit code 2 if there is none, or its manifest, an index or a header is damaged.
 
@@ -60,7 +60,7 @@ def verify(path: PathArgument) -> None:
     """Read every byte and compare it with the checksums; then give a SHA-256 of the contents.
 
     The SHA-256 is that of names, dtypes, shapes and elements, in whatever files they lie: two
-    formats of one checkpoint have the same. Exit code 2 and a line for each damaged place if any.
+    formats of one checkpoint have the same. Exit code 2 and a line for each damaged place, if any.
 
     \b
     shardproof checkpoint verify checkpoints
@@ -80,14 +80,14 @@ def verify(path: PathArgument) -> None:
         echo(f"SHA-256 {contents.digest(checkpoint)}")
 
 
-@checkpoints.command(short_help="Say how two checkpoints differ.")
+@checkpoints.command(short_help="Show the differences between two checkpoints.")
 def diff(
     path: PathArgument,
     other: Annotated[Path, typer.Argument(metavar="OTHER", help="the checkpoint to compare with")],
 ) -> None:
     """Compare two checkpoints bit for bit, tensor by tensor, whatever their formats and layouts.
 
-    Names what only one has; for each tensor that differs its norms and the first element. Exit
+    Lists tensors of only one; for each tensor that differs its norms and the first element. Exit
     codes: 0 no difference, 1 some, 2 one cannot be read.
 
     \b
@@ -120,7 +120,7 @@ def convert(
         int, typer.Option("--ranks", metavar="N", min=1, max=16384, help="files if sharded")
     ] = 1,
 ) -> None:
-    """Write a checkpoint in another format, verified on the way; the old one stays.
+    """Write a checkpoint in another format, verified on the way; the old one is kept.
 
     `full` is for other tools: model.safetensors has the names of the module. `sharded` has equal
     parts for N ranks; loading needs none, since every layout is read by every other.

@@ -31,7 +31,7 @@ clusters = typer.Typer(
     shardproof cluster run ddp-gpt --nodes 2                     cases, with ranks on two nodes
     shardproof cluster bench strong --bandwidth 100mbit          times, over a slow network
     shardproof cluster build                                     the images alone
-    shardproof cluster clean                                     remove what a killed run left
+    shardproof cluster clean                                     remove leftovers of killed runs
     """,
 )
 
@@ -47,7 +47,7 @@ def run(
         typer.Option(
             "--fault",
             metavar="PLAN",
-            help="done in one case, such as kill_node,node=1,case=2,step=1",
+            help="fault in one case, such as kill_node,node=1,case=2,step=1",
         ),
     ] = "",
 ) -> None:
@@ -62,14 +62,14 @@ def run(
     shardproof cluster run ddp-gpt --bandwidth 100mbit          a slow network between nodes
     shardproof cluster run ddp-gpt --backend mpi                Open MPI over the nodes
     shardproof cluster run ddp-gpt --backend nccl               a GPU for each rank
-    shardproof cluster run ddp-gpt --fault kill_node,node=1     what comes of a node that is killed
+    shardproof cluster run ddp-gpt --fault kill_node,node=1     the effect of a killed node
     shardproof cluster run ddp-gpt --delay 10 --slow-node 1:cpus=0.5
 
     Builds the images if they are missing or old (from a checkout): those with DeepSpeed and MPI if
     a case needs one of them. The run folder is one that verify, report, compare and gate take like
-    any other; run.json tells images, nodes, and which rank ran where. Cases of backend in_memory
+    any other; run.json lists images, nodes, and the node of each rank. Cases of backend in_memory
     have ranks that are threads: they run in the head.
-    --fault does something where the first rank of a node comes to a step (from 0; default 1) of a
+    --fault strikes when the first rank of a node reaches a step (from 0; default 1) of a
     case (from 1, of those with a rank there): kill (that rank), kill_node, pause_node, cut_node
     (from the network), slow_node, fill_memory, fill_disk, stop_head, stop_client. Words: node=,
     case=, step=, phase=forward|backward|update, seconds= (of a pause or cut; default: to the end).
@@ -190,7 +190,7 @@ def build(
     \b
     IMAGE        first part of their names [shardproof]
     BASE_IMAGE   the image to build on
-    TORCH        another torch than the locked one, such as torch==2.14.0
+    TORCH        torch instead of the locked one, such as torch==2.14.0
     """
     from shardproof.cluster.containers import engine, image_inputs
 
@@ -206,7 +206,7 @@ def build(
 def clean(
     everything: Annotated[bool, typer.Option("--all", help="also end active runs")] = False,
 ) -> None:
-    """Remove what a killed run left behind, or --keep."""
+    """Remove leftovers of killed runs and of --keep."""
     from shardproof.cluster.containers import cluster
 
     with head.engine_here() as client:

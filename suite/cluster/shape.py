@@ -135,9 +135,7 @@ class Shape:
     results: options.Results = None
     keep: Annotated[
         bool,
-        typer.Option(
-            "--keep", help="leave the containers, to look into them (`clean` removes them)"
-        ),
+        typer.Option("--keep", help="keep the containers for inspection (`clean` removes them)"),
     ] = False
 
     @property

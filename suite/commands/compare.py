@@ -67,7 +67,7 @@ def compare(
     *,
     shown: ShownOptions,
 ) -> None:
-    """Say what differs between runs, what is not comparable, and why.
+    """Show the differences between runs, and what is not comparable and why.
 
     \b
     shardproof compare 20260102-030405 20260103-040506
@@ -76,8 +76,8 @@ def compare(
     shardproof compare RUN RUN --save results/baselines/cpu.json      a baseline of both
     shardproof compare results/baselines/*.json --by hardware --into results/README.md
 
-    Compared are results of one id, one version of suite and torch, one cell and one data set. Exact
-    figures (verdicts, bytes, calls, what is held) have tolerance 0. Times are ratios that each run
+    Compares results with equal id, version of suite and torch, cell and data set. Exact
+    figures (verdicts, bytes, calls, memory) have tolerance 0. Times are ratios that each run
     measured by itself, with Welch's interval of their difference; seconds are never compared.
 
     Exit codes: 0 compared, whatever differs (`gate` judges); 2 bad input; 3 nothing is comparable.
@@ -177,15 +177,15 @@ def gate(
     shardproof gate RUN --against BASELINE --policy deploy/ci/policy.yaml --junit gate.xml
     shardproof gate RUN --against BASELINE --summary "$GITHUB_STEP_SUMMARY" --append \\
                     --annotations github
-    shardproof gate RUN --against BASELINE --policy FILE --on 2027-02-01      what expires by then
+    shardproof gate RUN --against BASELINE --policy FILE --on 2027-02-01      as of that day
     shardproof gate RUN.tar.gz --against BASELINE --verify                    made elsewhere
 
-    Without a policy these break: fail, crash, hang, refused options; a verdict that was better; an
+    Without a policy these break: fail, crash, hang, refused options; a worse verdict; an
     exact figure that got worse, changed or is gone; a ratio that is certainly slower, measured as
     more than 5 %; a case, fault or ratio that is missing. Results better than the baseline, and
     cases that a budget left out, are reported.
 
-    A run that is not what its manifest says breaks, whatever the policy. A person who changes a run
+    A run that does not match its manifest breaks, whatever the policy. A person who changes a run
     can recompute its digests: --verify also judges it again, which takes about as long as
     `shardproof verify`.
 

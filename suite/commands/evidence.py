@@ -97,7 +97,7 @@ def verify(run: options.Run = None) -> None:
     """Judge a run again from its records, and check that nothing is missing or changed.
 
     RUN may be an archive that `shardproof bundle` made: it is unpacked into a temporary folder,
-    after a look at what it holds, and needs nothing else of the machine that it came from.
+    after a check of its contents, and needs nothing else from the machine that made it.
 
     Ends with exit code 1 and a sentence that names the case and the file if a planned case is
     missing, a byte was changed, a record gives another verdict, or the package that registers a
@@ -136,19 +136,19 @@ def merge(
         typer.Option("--into", metavar="RUN", help="the new run folder", parser=options.named),
     ] = None,
 ) -> None:
-    """Put the parts of a selection together, as a command with `--shard I/N` left them on as many
+    """Merge the parts of a selection, which commands with `--shard I/N` left on N
     machines, into one run.
 
     Lines, records and raw times are copied byte for byte; `verify`, `report`, `compare` and `gate`
-    take the run like any other. Cases without a result in any part are left out, named, and can be
+    take the run like any other. Cases without a result in any part are listed, and can be
     run by `run --resume --results RUN` (cases). run.json has machine, torch and kernels of each
     part.
 
-    Refused are parts of other selections, another number of parts, versions or commits of the
+    Refuses parts of other selections, another number of parts, versions or commits of the
     suite, formats, and one part twice; of timed parts also other hardware and torch, because
     figures other than ratios belong to one machine.
 
-    Exit codes: 0 all parts are there, whatever their verdicts (`report` and `gate` tell); 2 parts
+    Exit codes: 0 all parts are there, whatever their verdicts (see `report` and `gate`); 2 parts
     that do not belong together; 3 a part is missing, did not end,
     or left something out (a budget, Ctrl-C).
 
@@ -211,13 +211,13 @@ def bundle(
 ) -> None:
     """Pack a run into one archive that `shardproof verify` accepts on another machine.
 
-    Holds what verdicts are made of (records, raw times, the lines of all cases, the manifest) and
-    the reports, with a digest of it all; names what it leaves out (logs of clusters). The same run
-    gives the same bytes. Needed to verify: this archive and shardproof, with any torch it runs on.
-    Names and times of files are not packed, but what the run recorded is: its commands, and paths
+    Holds the inputs of verdicts (records, raw times, the lines of all cases, the manifest) and
+    the reports, with a digest of all; lists what it leaves out (logs of clusters). The same run
+    gives the same bytes. To verify it you need the archive and shardproof, with any torch.
+    Names and times of files are not packed, but the run's own records are: its commands, and paths
     in messages of failures.
 
-    Ends with exit code 2, and writes nothing, if the run is not what its manifest says.
+    Ends with exit code 2, and writes nothing, if the run does not match its manifest.
 
     \b
     shardproof bundle

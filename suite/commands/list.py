@@ -119,9 +119,9 @@ def list_(
 
     `coverage` counts the cases that have both a trigger (a trait, a form of batch or mesh) and a
     feature (a strategy, an option, a backend). Piped, a line is trigger, feature, cases of the
-    quick tier, of the full one, and why there is none, with tabs between. Of all scenarios a pair
-    without a case or a reason is open, and ends this with exit code 1; filters only select. Of all
-    scenarios the last line tells which share of triples of conditions is met (piped: on stderr).
+    quick tier, of the full one, and why there is none, with tabs between. If all scenarios are
+    listed, a pair without a case or a reason is open and gives exit code 1, and the last line
+    shows the share of triples of conditions that is met (piped: on stderr). Filters only select.
 
     \b
     shardproof list impls

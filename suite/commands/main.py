@@ -36,7 +36,7 @@ from shardproof.files import UNWRITABLE
 #: Help texts are laid out here, so click must not fill their lines again (``\b``).
 _HELP = """Does splitting the training over many ranks change nothing but the cost?
 
-Judges implementations of distributed training: same numbers as one process, promised bytes,
+Test implementations of distributed training: the numbers of one process, the promised bytes,
 and planted faults that the checks must catch.
 
 \b
@@ -76,12 +76,12 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "list": (list.list_, ""),
     "check-scenario": (scenario_files.check_scenario, "Check scenario files."),
     "schema": (scenario_files.schema, ""),
-    "mutants": (mutants.mutants, "Plant every fault and see its check catch it."),
+    "mutants": (mutants.mutants, "Plant every fault; its check must catch it."),
     "report": (evidence.report, ""),
     "verify": (evidence.verify, "Judge a run again from its records."),
-    "merge": (evidence.merge, "Put parts of a cut selection together into one run."),
+    "merge": (evidence.merge, "Merge the parts of a selection into one run."),
     "bundle": (evidence.bundle, "Pack a run into one archive that verify accepts anywhere."),
-    "compare": (compare.compare, "Say what differs between runs."),
+    "compare": (compare.compare, "Show the differences between runs."),
     "gate": (compare.gate, "Check a run against a baseline and a policy."),
 }
 for name, (command, about) in _COMMANDS.items():

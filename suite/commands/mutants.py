@@ -47,9 +47,9 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
 
     With --campaign N each fault is planted in the cases that `run --campaign` draws of its parent,
     in their order, until any check fails that the parent passes; the share of faults that N cases
-    kill is printed, by N. That is a measure: a survivor is no failure, but a parent that fails is.
-    Faults come in an order of the seed, so a budget leaves a sample. `kills-by-n.json` in the run
-    folder tells all.
+    kill is printed, by N. It is a measurement: a survivor does not fail it, a failing parent does.
+    The seed orders the faults, so a budget leaves a random sample. `kills-by-n.json` in the run
+    folder holds the results.
 
     \b
     shardproof mutants
@@ -57,7 +57,7 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     shardproof mutants --impl 'ddp_*bucket*'
     shardproof mutants --depth family              what survives where layouts are free
     shardproof mutants --shard 2/4 --results part2 a quarter of the faults: see `shardproof merge`
-    shardproof mutants --campaign 20 --budget 30   how many die in random cases, by their number
+    shardproof mutants --campaign 20 --budget 30   kills in random cases, by number of cases
     """
     from shardproof.commands.execution import Planting
     from shardproof.commands.supervision import open_folder

@@ -289,7 +289,7 @@ class Output:
     verbose: bool = option(
         False, "--verbose", "-v", help="print every row, not one for each system"
     )
-    quiet: bool = option(False, "--quiet", "-q", help="print only failures and one closing line")
+    quiet: bool = option(False, "--quiet", "-q", help="print only failures and a summary line")
     no_progress: bool = option(False, "--no-progress", help="print no progress")
 
     @property
@@ -314,9 +314,9 @@ class HowRun(Output):
         None, "--fail-fast", "--maxfail", metavar="N", min=1, help="stop when N cases have failed"
     )
     first_failure: bool = option(False, "-x", help="stop at the first failure: --maxfail 1")
-    junit: Path | None = output_option("--junit", "write JUnit XML there, too")  # noqa: RUF009
+    junit: Path | None = output_option("--junit", "also write JUnit XML there")  # noqa: RUF009
     dry_run: bool = option(
-        False, "--dry-run", "--collect-only", help="print what would run, and run nothing"
+        False, "--dry-run", "--collect-only", help="print the cases and run nothing"
     )
 
     @property

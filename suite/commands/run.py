@@ -27,9 +27,7 @@ class Others:
     """Other cases than scenarios give: random ones, of an earlier run, or at another depth."""
 
     campaign: options.Campaign = None
-    drawn: str | None = option(
-        None, "--case", metavar="ID", help="one random case, by its whole id"
-    )
+    drawn: str | None = option(None, "--case", metavar="ID", help="one random case, by its full id")
     resume: bool = option(
         False, "--resume", help="continue the run of --results (default: the newest)"
     )
@@ -65,7 +63,7 @@ def run(
     shardproof run --backend mpi                        on MPI, in the cells of other backends
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
     shardproof run ddp-gpt --impl mine:MyDDP            a class of your own, in every cell
-    shardproof run --impl mine:MyZero1 --depth layout   held to our ZeRO-1, byte for byte
+    shardproof run --impl mine:MyZero1 --depth layout   compared with our ZeRO-1, byte for byte
     shardproof run --impl mine:MyZero1 --like 'reference/zero1*'   with the options of its cells
     shardproof run --campaign 200 --seed 7              look for false alarms
     shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
@@ -73,8 +71,8 @@ def run(
     shardproof run --tier full --shard 2/4 --results part2   a quarter; `merge` joins all four
     shardproof run --tier full --on ray://HOST          on a Ray cluster, a case a task
     shardproof run --resume                             resume after a kill, Ctrl-C or a full disk
-    shardproof run --resume --results results/RUN       with that run, not with the newest
-    shardproof run --last-failed --backend gloo         some of the cases that failed
+    shardproof run --resume --results results/RUN       that run instead of the newest
+    shardproof run --last-failed --backend gloo         some of the failed cases
 
     --resume and --rerun-failed run only what that run had planned: filters choose among these
     cases, and any other case is refused.

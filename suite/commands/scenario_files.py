@@ -29,7 +29,7 @@ def check_scenario(
 ) -> None:
     """Check scenario files of all kinds: every fault with its file, line, value and remedy.
 
-    Systems are asked whether they take the options; those of a user's own are loaded for that.
+    Asks each system whether it takes the options, and loads your own systems for that.
 
     \b
     shardproof check-scenario scenarios/conformance/*.yaml
@@ -101,7 +101,7 @@ def _require_taken(cases: Sequence[Case]) -> None:
 def schema(
     shape: Annotated[
         str,
-        typer.Argument(metavar="SHAPE", help="scenario, or that of files for another command"),
+        typer.Argument(metavar="SHAPE", help="scenario, or the kind of files of another command"),
     ] = SCENARIO,
 ) -> None:
     """Print the JSON Schema of scenario files, for editors.

@@ -16,13 +16,13 @@ def doctor(
         typer.Option("--cluster", help="also the engine, images, tc, Slurm and Ray"),
     ] = False,
 ) -> None:
-    """Look for what would make runs fail or mislead here, and say what to do about it.
+    """Check this machine for problems that make runs fail or mislead, and print remedies.
 
     \b
     shardproof doctor
     shardproof doctor --cluster     for `cluster run`, deploy/slurm and `run --on ray`
 
-    Exit code 0: ready; 3: something has to be done first.
+    Exit code 0: ready; 3: a problem must be solved first.
     """
     from shardproof.commands.supervision import RESULTS
     from shardproof.doctor.findings import examine

@@ -19,7 +19,7 @@ class Doctor(Wing):
         """Add ``doctor``."""
         from shardproof.doctor import command
 
-        app.command("doctor", short_help="Look for what would make runs fail here.")(command.doctor)
+        app.command("doctor", short_help="Check this machine for problems.")(command.doctor)
 
 
 WING = Doctor()

@@ -25,9 +25,9 @@ _WIDTH = 88
 def explain(
     name: Annotated[str, typer.Argument(metavar="CASE|CHECK|VERDICT", help="what to explain")],
 ) -> None:
-    """Say what a case, a check or a verdict means, and what to do next.
+    """Explain a case, a check or a verdict, and what to do next.
 
-    Of a case: what it trains, its checks, the command that runs it, and its verdict in the newest
+    For a case: its training, its checks, the command that runs it, and its verdict in the newest
     run.
 
     \b

@@ -22,7 +22,7 @@ class Explain(Wing):
         """Add ``explain``."""
         from shardproof.explain import command
 
-        short = "Say what a case, a check or a verdict means."
+        short = "Explain a case, a check or a verdict."
         app.command("explain", short_help=short)(command.explain)
 
 

@@ -62,10 +62,10 @@ def init(
 ) -> None:
     """Write a test, scenario, policy, baseline and workflow for a strategy of your own.
 
-    .gitignore gets one more line, so that runs (results/) stay out of the repository.
+    Adds a line to .gitignore, so that runs (results/) stay out of the repository.
 
     Runs the scenario (8 cases, under a minute) for the baseline. Exit codes are those of `run`;
-    after 2 and 130 (Ctrl-C) nothing is written. Where no case passes (1, or 3 where nothing was
+    after 2 and 130 (Ctrl-C) nothing is written. If no case passes (1, or 3 if nothing was
     decided), there is nothing sound to record: only the scenario is written, to run it again.
 
     \b

@@ -32,10 +32,15 @@ class Where:
 
     cluster: bool = option(False, "--cluster", help="with ranks in containers (docs/containers.md)")
     nodes: int | None = option(
-        None, "--nodes", metavar="K", min=1, max=MOST_NODES, help="of --cluster [as RUN, or 2]"
+        None, "--nodes", metavar="K", min=1, max=MOST_NODES, help="of --cluster [as in RUN, or 2]"
     )
     ranks_per_node: int | None = option(
-        None, "--ranks-per-node", metavar="R", min=1, max=MOST_RANKS, help="of it [as RUN, or 2]"
+        None,
+        "--ranks-per-node",
+        metavar="R",
+        min=1,
+        max=MOST_RANKS,
+        help="of a node [as in RUN, or 2]",
     )
 
 
@@ -51,17 +56,17 @@ def reproduce(
     *,
     where: Where,
 ) -> None:
-    """Run the cases of a run again here, as it has them stored, and say of each what is the same.
+    """Run the stored cases of a run again here, and say which results are equal.
 
     \b
     equal               verdict, exact figures and the digest of every tensor
     agrees              other bits, both within the case's bound of the oracle
     differs             verdict, an exact figure, or bits that nothing explains
     cannot be compared  other torch, suite or data; bits of other kernels; no such backend,
-                        system or option here; no room in --budget, or on the nodes
+                        system or option here; no time in --budget, no room on the nodes
     beside              skipped or left out there, a fault plan, a planted fault, timed
 
-    Scenarios of today have no say. The new folder is a run like any other; its reproduced.jsonl
+    Today's scenarios do not matter. The new folder is a run like any other; its reproduced.jsonl
     has these lines.
 
     Exit codes: 0 all that can be compared is equal or agrees; 1 a case differs; 2 bad input;

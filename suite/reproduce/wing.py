@@ -14,14 +14,14 @@ class Reproduce(Wing):
     """The cases of a run once more."""
 
     examples = (
-        "shardproof reproduce RUN                                   the same cases again, here",
+        "shardproof reproduce RUN                                   run its cases again, here",
     )
 
     def add_commands(self, app: typer.Typer) -> None:
         """Add ``reproduce``."""
         from shardproof.reproduce import command
 
-        short = "Run a run's cases again, and say what is the same."
+        short = "Run a run's cases again and compare the results."
         app.command("reproduce", short_help=short)(command.reproduce)
 
 

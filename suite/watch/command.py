@@ -129,13 +129,13 @@ def watch(
     *,
     how: Watched,
 ) -> None:
-    """Run an unmodified training script on N ranks and say at which step ranks part, and why.
+    """Run an unmodified training script on N ranks; report the step at which ranks differ, and why.
 
     \b
     shardproof watch train.py --nproc 4
     shardproof watch train.py --nproc 4 -- --epochs 3 --lr 0.1     arguments of the script
     shardproof watch train.py --nproc 8 --replicas 0-3/4-7         two sets of equal ranks
-    shardproof watch --judge results/20260102-030405-watch         once more, from what is left
+    shardproof watch --judge results/20260102-030405-watch         again, from its records
 
     Under your own torchrun, on one machine or many: `import shardproof.watch` as the first line of
     the script, or `torchrun --nproc-per-node 4 -m shardproof.watch train.py`.
@@ -145,14 +145,14 @@ def watch(
           ranks, by a checksum of their bits at steps 1 to 3, then every K-th, and at the end;
           learning rates and other hyperparameters that differ; values that are not finite;
           collectives of another order or shape; other numbers of steps;
-          ranks that die, stop or wait for ever, with the line of the script.
+          ranks that die, stop or wait forever, with the line of the script.
     Says: bytes by operation, memory by class, and what it could not see.
 
-    It compares replicas and has no oracle: what is equal on all ranks may still be wrong, such as
-    which samples a rank reads (DistributedSampler, set_epoch). K is chosen so that comparing costs
-    2.5 % of a step at most. docs/watch.md has the details.
+    It compares replicas and has no oracle: equal values on all ranks may still be wrong, such as
+    the samples that a rank reads (DistributedSampler, set_epoch). K is chosen so that comparing
+    costs 2.5 % of a step at most. docs/watch.md has the details.
 
-    Exit codes: 0 all that was compared held, 1 a fault, a crash or a hang, 2 bad input,
+    Exit codes: 0 all compared values held, 1 a fault, a crash or a hang, 2 bad input,
     3 nothing could be compared, or not the last steps of an optimizer that ended, 130 Ctrl-C.
     """
     raise typer.Exit(_judged(how.judge, script) if how.judge is not None else _run(script, how))

@@ -46,17 +46,17 @@ app = typer.Typer(
     shardproof bench reference/ddp pytorch/ddp --size 20m --world 2
     shardproof bench                                   every pair in scenarios/speed
     shardproof bench data-parallel -k zero3            one of them
-    shardproof bench peers --budget 15                 what fits into a quarter of an hour
+    shardproof bench peers --budget 15                 only what fits into 15 minutes
     shardproof bench scaling                           strong and weak scaling
     shardproof bench strong -k 'pytorch/ddp and ::2::' --fail-on goal
     shardproof bench collectives --world 4             ring, trees, ... and gloo's own all-reduce
     shardproof bench checkpoint --parameters 200M      saves, loads, stalls, and PyTorch's own
 
-    The name of a command may be left out: two implementations are a `pair`, scenarios are `speed`
-    or `scaling` by what they hold. `shardproof bench speed --help` has the options.
+    You may omit the subcommand: two implementations are a `pair`, scenarios are `speed`
+    or `scaling` by their contents. `shardproof bench speed --help` has the options.
 
     \b
-    Exit codes: 0 decided (slower is no failure unless --fail-on slower, below none unless
+    Exit codes: 0 decided (slower fails only with --fail-on slower, below only
                 --fail-on goal)
                 1 a crash, a hang, or sides that do not train the same
                 2 bad input
@@ -107,10 +107,10 @@ def speed(
     \b
     shardproof bench data-parallel -k zero3
     shardproof bench --shard 1/4 --results part1       a quarter of them: see `shardproof merge`
-    shardproof bench peers --budget 15                 what fits into a quarter of an hour
+    shardproof bench peers --budget 15                 only what fits into 15 minutes
 
-    Of many comparisons some differ by chance: "in this report" says which differences hold among
-    all others (Holm); one that does not is inconclusive there. A pair that does not fit into
+    Among many comparisons some differ by chance: "in this report" marks differences that hold among
+    all others (Holm); the rest is inconclusive there. A pair that does not fit into
     --budget, by past durations, is left out, printed and recorded; no comparison is cut short.
     """
     from shardproof.bench.command.plan import of_pairs

@@ -29,13 +29,13 @@ class Where(options.Output):
         int | None, typer.Option("--world", metavar="N", min=1, max=1024, help="number of ranks")
     ] = None
     deadline: Annotated[
-        float, typer.Option("--deadline", metavar="S", min=1, help="seconds of a launch, at most")
+        float, typer.Option("--deadline", metavar="S", min=1, help="most seconds of a launch")
     ] = 900.0
     results: options.Results = None
     dry_run: Annotated[
         bool,
         typer.Option(
-            *("--dry-run", "--collect-only"), help="print what would be timed, and time nothing"
+            *("--dry-run", "--collect-only"), help="print the comparisons and time nothing"
         ),
     ] = False
 
