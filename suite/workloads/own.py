@@ -226,7 +226,7 @@ class OwnWorkload(WorkloadFamily):
         return Samples(inputs.detach(), targets.detach(), valid)
 
     def _wrong(self, size: int, given: str, asked: str) -> WorkloadError:
-        return WorkloadError(f"{self.name}: batch({size}, generator) gives {given}, not {asked}")
+        return WorkloadError(f"{self.name}: batch({size}, ...) gives {given}, expected {asked}")
 
     def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """The weighted sum of what ``loss`` gives."""

@@ -479,7 +479,7 @@ def test_what_does_not_fit_is_left_out_by_name(
     found = run_folder.read(run)
     assert [one["pair"]["name"] for one in found.others["bench"]] == ["ddp"] and code == 0
     assert [one.pair and one.pair["name"] for one in found.left_out] == ["zero1", "zero2"]
-    assert all("no room in a budget" in one.reason for one in found.left_out)
+    assert all("no time in a budget" in one.reason for one in found.left_out)
     assert capsys.readouterr().out.count("left out by the budget: bench::") == 2
     assert not [text for text in verify(run).problems if "missing" in text]
     stored = json.loads((tmp_path / "durations.json").read_text())
@@ -488,14 +488,14 @@ def test_what_does_not_fit_is_left_out_by_name(
     # Left out later, figures of before stay.
     measuring.run(_Clockwork(clock, 1.0), plan, durations)
     assert [one["pair"]["name"] for one in run_folder.read(run).others["bench"]] == ["ddp"]
-    assert "(stays as it was: " in _told(capsys)
+    assert "(kept: " in _told(capsys)
 
     # A failure among them counts.
     (line,) = run_folder.read(run).others["bench"]
     with run_folder.RunFolder(run, ["bench"]) as folder:
         folder.add(line | {"verdict": "crash"}, "bench")
     assert measuring.run(_Clockwork(clock, 1.0), plan, durations) == 1
-    assert "(stays as it was: crash)" in _told(capsys)
+    assert "(kept: crash)" in _told(capsys)
 
 
 def test_a_budget_without_room_judges_nothing(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_what_is_counted_can_miss_a_goal_that_times_meet() -> None:
     assert wrong.missed
     said = "\n".join(tables.details(wrong))
     assert "counted: bytes read 1.200 (120 / 100 bytes), at most 1.05: missed" in said
-    assert "a save until it is committed, adamw, float32, 4 ranks" in said
+    assert "time until a save is committed, adamw, float32, 4 ranks" in said
 
 
 # ------------------------------------------------------------------------------------- one segment

@@ -577,7 +577,7 @@ def test_a_budget_leaves_figures_of_an_earlier_invocation(tmp_path: Path) -> Non
         folder.add(read(run).others["scaling"][0] | {"verdict": "crash"}, "scaling")
     done = here("bench", str(path), "--budget", "0.01", "--results", str(run))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "(stays as it was: crash)" in done.stdout
+    assert "(kept: crash)" in done.stdout
 
 
 def test_a_system_that_raises_is_a_crash_with_its_sentence(tmp_path: Path) -> None:

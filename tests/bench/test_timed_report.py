@@ -87,7 +87,7 @@ def test_a_difference_that_is_lost_beside_others_is_not_decided() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardproof.bench.stats.family", lambda lines: family)
         [told] = limits.limits(Run(Path("run"), Header(invocations=[]), others={"bench": stored}))
-    why = "small difference alone, not beside 1 comparisons (Holm)"
+    why = "small difference alone, not with 1 comparisons (Holm)"
     assert told.rows == (
         (stored[0]["id"], "inconclusive", why),
         (stored[1]["id"], "inconclusive", "effects from 9.0% on can be seen"),

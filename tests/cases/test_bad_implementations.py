@@ -23,7 +23,7 @@ EXPECTED = {
     "bad_implementations:RetellsFlat": ("pass", ""),
     "bad_implementations:RetellsFirstElements": (
         "fail",
-        "an evaluation leaves parameters on rank 0 in other pieces, the values are the same",
+        "an evaluation leaves parameters on rank 0 in different pieces, with the same values",
     ),
     "bad_implementations:RetellsOtherValues": ("fail", "evaluation changes parameters on rank 0"),
     "bad_implementations:RenamedParameters": ("fail", "'module."),

@@ -106,17 +106,17 @@ def outcomes(injected: float | None = 1.0, looks: int = 200) -> list[RankOutcome
     ("changes", "status", "says"),
     [
         ({}, "pass", "as expected, drop (rank 1, step 1, backward) gives hang: desync: it"),
-        ({"verdict": "crash"}, "fail", "expected was hang: drop"),
-        ({"verdict": "pass"}, "fail", "expected was hang: drop"),
-        ({"blamed": 0}, "fail", "expected was rank 1 as the reason, not rank 0: drop"),
-        ({"blamed": None}, "fail", "expected was rank 1 as the reason, not no rank: drop"),
-        ({"reason": "dead peer: it"}, "fail", "expected was a sentence that says 'desync': drop"),
+        ({"verdict": "crash"}, "fail", "expected hang: drop"),
+        ({"verdict": "pass"}, "fail", "expected hang: drop"),
+        ({"blamed": 0}, "fail", "expected rank 1 as the cause, not rank 0: drop"),
+        ({"blamed": None}, "fail", "expected rank 1 as the cause, not no rank: drop"),
+        ({"reason": "dead peer: it"}, "fail", "expected a sentence that contains 'desync': drop"),
         ({"outcomes": outcomes(None)}, "precondition", "the fault never happened (rank 1, step 1"),
         ({"outcomes": outcomes(looks=240)}, "pass", "as expected"),
         (
             {"outcomes": outcomes(looks=241)},
             "fail",
-            "expected was an end 240 looks after the fault at most, not at the watchdog's look 241",
+            "expected an end at most 240 looks after the fault, not at the watchdog's look 241",
         ),
     ],
 )
@@ -139,7 +139,7 @@ def test_the_rank_that_the_sentence_names_is_the_blamed_one(told: bool) -> None:
     raised = RankOutcome(0, "raised", kind, "it", autopsy="desync: it", culprit=1)
     account = Account(case, outcomes=[raised, RankOutcome(1, "ok", injected=1.0)])
     result = verdict._under_fault(case, account, raised)
-    blamed = "as expected, drop" if told else "expected was rank 1 as the reason, not rank 0"
+    blamed = "as expected, drop" if told else "expected rank 1 as the cause, not rank 0"
     assert (result.verdict, result.reason[: len(blamed)]) == ("pass" if told else "fail", blamed)
 
 

@@ -114,8 +114,8 @@ DIES: Any = {"deaths": (Death(1, 1, 4),)}
     ("fields", "second", "status", "says"),
     [
         (LEAVES, {0: ([3, 4], ""), 2: ([5], "")}, "pass", ""),
-        (LEAVES, {0: ([3, 4], ""), 2: ([2], "")}, "fail", "sample 2 again, which step 0 was for"),
-        (LEAVES, {0: ([3, 4], ""), 2: ([8], "")}, "fail", "sample 8, which lies behind the next 3"),
+        (LEAVES, {0: ([3, 4], ""), 2: ([2], "")}, "fail", "again on sample 2 of step 0"),
+        (LEAVES, {0: ([3, 4], ""), 2: ([8], "")}, "fail", "sample 8, expected one of the next 3"),
         (LEAVES, {0: ([3, 4], ""), 2: ([4], "")}, "fail", "ranks 0,2 train on sample 4, each"),
         (LEAVES, {0: ([3, 4], "")}, "fail", "no rank trains on sample 5 (1 of 3 are left out)"),
         (DIES, {0: ([3, 4], "stopped"), 1: ([], "died"), 2: ([5], "stopped")}, "pass", ""),
@@ -123,7 +123,7 @@ DIES: Any = {"deaths": (Death(1, 1, 4),)}
             DIES,
             {0: ([3, 4], "committed"), 1: ([], "died"), 2: ([5], "stopped")},
             "fail",
-            "step 1: rank 1 died in it, and rank 0 committed it all the same, rank 2 did not",
+            "step 1: rank 1 died in it, yet rank 0 committed it, rank 2 did not",
         ),
         (
             DIES,

@@ -100,7 +100,7 @@ ROWS: list[tuple[str, dict[str, int], dict[str, Any], str, str]] = [
         {"replicate": 2},
         {"workload": WorkloadSpec(f"{HERE_IS}narrow"), "lane": "bitwise", "dtype": "float32"},
         "precondition",
-        "computes in float32 and in nothing wider",
+        "has no form wider than float32",
     ),
 ]
 
@@ -151,7 +151,7 @@ def test_a_loader_draws_one_number_when_it_begins() -> None:
 @pytest.mark.usefixtures("importable")
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("DrawsTwice", "global generator of torch"), ("SeedsByTheLoader", "epoch 0 is another one")],
+    [("DrawsTwice", "global generator of torch"), ("SeedsByTheLoader", "epoch 0 differs")],
 )
 def test_no_order_depends_on_it(name: str, says: str) -> None:
     told = sampled(name)

@@ -154,7 +154,8 @@ def ends_as_by_ctrl_c(process: subprocess.Popen[str], folder: Path, *sent: signa
     output = process.communicate()[0]
     assert process.returncode == 130, output
     assert (
-        "stopped: " in output and "; to run the rest: shardproof run --resume --results " in output
+        "stopped: " in output
+        and "; run the rest with: shardproof run --resume --results " in output
     )
     assert "Traceback" not in output
     assert all_gone(folder), left_running(folder)

@@ -40,7 +40,7 @@ def test_it_tells_which_shares_are_in_which_elements(shares: list[list[Tensor]])
     held = [sum(whole)[:10], (whole[0] + whole[2])[10:30], whole[1][30:]]
     assert sums(held, shares).by_element() == (
         "in 20 of 30 wrong elements, of 'w', data coordinate 1 is missing; "
-        "in 10 of 30 wrong elements, of 'w', only data coordinate 1 is in them"
+        "in 10 of 30 wrong elements, of 'w', they contain only data coordinate 1"
     )
 
 

@@ -131,11 +131,11 @@ PLANTED = [
 ODD = [
     (
         case("odd_checkpoints:ReturnsNothing", 2),
-        "ReturnsNothing.load(path) returned None, asked is the mapping that save was given",
+        "ReturnsNothing.load(path) returned None, expected the mapping that save was given",
     ),
     (
         case("odd_checkpoints:ReturnsAPath", 2),
-        "ReturnsAPath.save(path, extra) returned PosixPath, asked is an object with wait()",
+        "ReturnsAPath.save(path, extra) returned PosixPath, expected an object with wait()",
     ),
     (case("odd_checkpoints:RoundsExtra", 2), "extra was not loaded on rank 0: 'odd' is "),
     (
@@ -155,7 +155,7 @@ ODD = [
                 ALONE, into={**ALONE.into, "implementation": "odd_checkpoints:KeepsItsStart"}
             ),
         ),
-        "weight.outer_start' are others",
+        "weight.outer_start' differ",
     ),
     (
         case("reference/ddp", 2, into(options={"bucket_bites": 1})),
@@ -163,7 +163,7 @@ ODD = [
     ),
     (
         case("reference/ddp", 2, into(implementation="reference/tensor", mesh={"tensor": 3})),
-        "in the run that loads rank 0 raised Refused: ",
+        "in the restoring run rank 0 raised Refused: ",
     ),
 ]
 SKIPPED = [
@@ -257,9 +257,9 @@ def test_skips_give_the_reason(run: Any, case: Case, says: str) -> None:
 def test_after_a_kill_in_a_save_the_last_checkpoint_must_load(run: Any) -> None:
     kept, lost = (run.results[FAULTY[name].id] for name in ("kept", "lost"))
     assert kept.verdict == "pass", kept.reason
-    assert kept.reason.endswith("the last checkpoint that was committed loads")
+    assert kept.reason.endswith("the last committed checkpoint loads")
     assert [outcome.check for outcome in kept.checks] == ["faults", "checkpoint"]
-    assert lost.verdict == "fail" and lost.reason.startswith("checkpoint: in the run that loads")
+    assert lost.verdict == "fail" and lost.reason.startswith("checkpoint: in the restoring run")
     assert "[as expected, kill (rank 1, step 1, save) gives crash: rank 1 killed" in lost.reason
 
 
@@ -341,7 +341,7 @@ TWO = torch.tensor(2.0)
         ),
         (
             load("optimizer", {"w.master": W}, {"w.master": W + 1}),
-            "masters were not loaded: 3 of 3 elements of 'w.master' are others",
+            "masters were not loaded: 3 of 3 elements of 'w.master' differ",
         ),
     ],
 )
@@ -352,7 +352,7 @@ def test_sentences_say_what_was_not_loaded(told: state.Load, says: str) -> None:
 def test_three_names_are_said_and_all_are_kept() -> None:
     saved = {f"w{number}": W + number for number in range(5)}
     told = load("parameters", saved, {n: t + 0.5 * (n != "w0") for n, t in saved.items()})
-    said = "4 of 5 parameters were not loaded: 3 of 3 elements of 'w1' are others"
+    said = "4 of 5 parameters were not loaded: 3 of 3 elements of 'w1' differ"
     assert state.of_load(told) == f"{said} ('w1', 'w2', 'w3' and 1 more)"
     assert told.wrong == ["w1", "w2", "w3", "w4"]
 

@@ -15,7 +15,7 @@ END = "differs from the oracle: 'w' at step 0, gradients_final, rank 0: error 1 
         (f"equivalence: {END}", None),
         (f"equivalence: every gradient is 2 times too large (2 = ranks): {END}", "factor"),
         (f"equivalence: the share of data coordinate 1 is missing: {END}", "operation"),
-        (f"equivalence: only what rank 1 holds of 'w' is wrong: {END}", "place"),
+        (f"equivalence: only the part of 'w' on rank 1 is wrong: {END}", "place"),
         (f"equivalence: the buffer 'b' on rank 1 is not the initial value: {END}", "place"),
         ("equivalence: summed loss 1.0 against 2.0: 'loss' at step 0", None),
         ("equivalence: only the last micro-batch is in the loss: summed loss 1.0", "operation"),
@@ -34,8 +34,8 @@ def test_a_claim_stands_before_the_numbers(line: str, claim: str | None) -> None
     [
         (f"equivalence: every gradient is 3 times too small (3 = ranks): {END}", "exact"),
         (f"equivalence: every gradient is 2 times too small: {END}", "wrong"),
-        (f"equivalence: only the last micro-batch is in it: {END}\nnorm: is wrong", "wrong"),
-        (f"equivalence: only what rank 1 holds of 'w' is wrong: {END}", "vague"),
+        (f"equivalence: it contains only the last micro-batch: {END}\nnorm: is wrong", "wrong"),
+        (f"equivalence: only the part of 'w' on rank 1 is wrong: {END}", "vague"),
         (f"equivalence: {END}", "vague"),
     ],
 )

@@ -84,9 +84,9 @@ WANTED, SENT = torch.tensor([3.0, -2.0, 1.0, 0.5]), torch.tensor([3.0, -2.0, 0.0
 @pytest.mark.parametrize(
     ("kept", "says"),
     [
-        (torch.zeros(4), "nothing is kept"),
+        (torch.zeros(4), "the residual is zero"),
         (WANTED, "the residual still contains what was sent"),
-        (0.5 * (WANTED - SENT), "what is kept is 0.5 times what was not sent"),
+        (0.5 * (WANTED - SENT), "the residual is 0.5 times what was not sent"),
         (torch.tensor([9.0, 8.0, 7.0, 6.0]), ""),
     ],
 )
@@ -98,14 +98,17 @@ def test_residuals_that_are_right_only_together_are_told() -> None:
     apart = torch.tensor([1.0, 0.0, -1.0, 2.0])
     left = WANTED - SENT
     two = [("w", left + apart, WANTED, SENT), ("w", left - apart, WANTED, SENT)]
-    assert of_kept(two).startswith("only the sum over ranks of what is kept is right")
+    assert of_kept(two).startswith("each rank keeps the global residual")
 
 
 @pytest.mark.parametrize(
     ("sums", "says"),
     [
         (2 * SENT, "every gradient is 2 times too large (2 = ranks)"),
-        (SENT.flip(0), "other elements are sent: 2 of 2 expected elements are missing, 2 others"),
+        (
+            SENT.flip(0),
+            "other elements are sent than expected: 2 of 2 expected elements are missing, 2",
+        ),
         (SENT.abs(), "signs are lost"),
         (SENT * torch.tensor([-1.0, 1.0, 1.0, 1.0]), "1 of 4 signs are flipped"),
     ],

@@ -194,7 +194,7 @@ def whole(*shares: list[int], **knobs: Any) -> str:
         (
             [[0, 1, 4], [2, 3, 0]],
             {"samples": 5, "tail": "drop"},
-            "the tail is not dropped in epoch 0: 2 shares of 3, asked are 2 shares of 2",
+            "the tail is not dropped in epoch 0: 2 shares of 3, expected 2 shares of 2",
         ),
         ([[0], [1], [0], [1], [0]], {"samples": 2}, ""),
         ([[0], [0], [0], [0], [1]], {"samples": 2}, "sample 0 is seen twice"),

@@ -48,7 +48,7 @@ def test_a_norm_of_replicas_that_differ_is_no_norm_over_other_axes(
     # What is not summed over an axis that cuts gradients is told as before.
     own = sum(float(p.tensor.double().square().sum()) for p in shown[0]) ** 0.5
     said = scalars.of_norm(evidence, 0, 0, own, norm)
-    assert "of what rank 0 holds itself" in said or "not over 'tensor'" in said, said
+    assert "of the part that rank 0 holds itself" in said or "not over 'tensor'" in said, said
 
 
 @pytest.mark.parametrize(

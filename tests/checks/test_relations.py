@@ -124,7 +124,7 @@ BREAK = [
         _sharded(
             "mutants/zero1_reload_keeps_masters", "reload", 2, options={"offload": "optimizer"}
         ),
-        "the update began from other values than were loaded (masters",
+        "the update started from values other than the loaded ones (masters",
     ),
     (
         _moved(
@@ -140,7 +140,7 @@ NOT_TOLD = [
     (
         _sharded("reloaded:LosesBuffers", "reload", 2, workload=CNN),
         "at step 1, after_update buffers",
-        "the update began from other values",
+        "the update started from values other",
     ),
     (
         _sharded("reloaded:StartsAnywhere", "reload", 2),

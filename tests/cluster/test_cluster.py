@@ -158,9 +158,9 @@ def test_images_and_compose_have_not_the_label_of_clusters() -> None:
     [
         (["ddp-gpt", "--nodes", "0"], "--nodes"),
         (["ddp-gpt", "--ranks-per-node", "99"], "--ranks-per-node"),
-        (["ddp-gpt", "--memory", "2 parsecs"], "'2 parsecs' is no size of 512m or more"),
-        (["ddp-gpt", "--bandwidth", "fast"], "'fast' is no rate of 1mbit to 10gbit"),
-        (["ddp-gpt", "--bandwidth", "20gbit"], "'20gbit' is no rate of 1mbit to 10gbit"),
+        (["ddp-gpt", "--memory", "2 parsecs"], "'2 parsecs' is not a size of at least 512m"),
+        (["ddp-gpt", "--bandwidth", "fast"], "'fast' is not a rate between 1mbit and 10gbit"),
+        (["ddp-gpt", "--bandwidth", "20gbit"], "'20gbit' is not a rate between 1mbit and 10gbit"),
         (["ddp-gpt", "--bandwidth", "1gbit", "--nodes", "1"], "choose --nodes 2"),
         (["ddp-ggt"], "did you mean ddp-gpt?"),
         (
@@ -187,7 +187,7 @@ def test_a_folder_that_no_container_can_read_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tmp_path.chmod(0o700)
-    with pytest.raises(SelectionError, match="user 10002, who cannot read this folder"):
+    with pytest.raises(SelectionError, match="user 10002 and cannot read this folder"):
         head.own_folders([], ["mine:Mine"])
     tmp_path.chmod(0o755)
     assert head.own_folders([], ["mine:Mine"]) == [tmp_path]

@@ -73,7 +73,7 @@ def silent(engine: MadeEngine, word: str, **state: bool) -> None:
     ("word", "state", "says"),
     [
         ("", {"Paused": True}, "shardproof-1-2-head is paused from outside"),
-        ("", {"Running": False}, "shardproof-1-2-head has ended, and what ran in it"),
+        ("", {"Running": False}, "shardproof-1-2-head has ended, with everything that ran in it"),
         ("memory", {"Paused": True}, "shardproof-1-2-node0 is paused from outside"),
     ],
     ids=["head is paused", "head ended", "node is paused while it is measured"],

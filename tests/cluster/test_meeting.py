@@ -118,7 +118,7 @@ def test_who_is_missing_is_told_and_refused(
 ) -> None:
     monkeypatch.setattr(place, "FIRST_WORD_SECONDS", 0.0)
     (said,) = {*call([Place(rank, 6, "head", 1) for rank in (1, 5)], seconds=1.0)}
-    assert said.startswith("ranks 0, 2-4 of 6 have not come (head:1) - ")
+    assert said.startswith("ranks 0, 2-4 of 6 have not arrived (head:1) - ")
     assert "waits for 0, 2-4 of 6 ranks" in capsys.readouterr().err
 
 

@@ -55,11 +55,11 @@ def test_a_plan_strikes_the_first_rank_of_a_node_in_one_case() -> None:
     ("text", "says"),
     [
         ("kil_node", "no kind of fault (--fault kil_node) - did you mean kill_node?"),
-        ("kill_node,node", "'node' says nothing of a fault"),
-        ("kill_node,kind=x", "'kind=x' says nothing of a fault"),
-        ("kill_node,case=0", "'case=0' says nothing of a fault"),
-        ("kill_node,phase=load", "'phase=load' says nothing of a fault"),
-        ("pause_node,seconds=-1", "'seconds=-1' says nothing of a fault"),
+        ("kill_node,node", "'node' is not part of a fault"),
+        ("kill_node,kind=x", "'kind=x' is not part of a fault"),
+        ("kill_node,case=0", "'case=0' is not part of a fault"),
+        ("kill_node,phase=load", "'phase=load' is not part of a fault"),
+        ("pause_node,seconds=-1", "'seconds=-1' is not part of a fault"),
         ("kill_node,node=2", "no node 2"),
         ("kill_node,node=1,case=3", "2 cases have a rank on node 1"),
         ("kill_node,step=3", "one node has 3 steps, from 0"),
@@ -93,7 +93,7 @@ def test_without_nodes_such_cases_are_skipped() -> None:
         {c.id: c.skip for c in planned}
         for planned in (without_node_faults(cases), fault_plans.with_planned(cases, FACTS))
     )
-    assert here["other"] is None and "fault kill_node: ranks are on no nodes here" in str(here)
+    assert here["other"] is None and "fault kill_node: ranks are not on nodes here" in str(here)
     assert there == {"other": None, "planned": None}
 
 

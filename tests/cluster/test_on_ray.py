@@ -241,7 +241,7 @@ def test_a_case_whose_last_node_is_lost_ends(
     case = made_case("reference/naive_ddp", {"replicate": 2}, backend=backend)
     (judged,) = cluster.RayCluster(ray, 1).judge([case])
     assert judged.result.verdict == "judge error" and ray.polls == 3 and len(ray.cancelled) == 1
-    assert f"no node of Ray that is alive has {lacks}:" in judged.result.reason
+    assert f"no live Ray node has {lacks}:" in judged.result.reason
 
 
 @pytest.fixture

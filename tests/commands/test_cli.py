@@ -87,7 +87,7 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
         (("run", "ddp-gpt", "--results", "README.md"), "results cannot be written"),
         (("run", "ddp-gpt", "--world", "0"), "--world matches nothing (0)"),
         (("mutants", "--impl", "no_such_fault"), "--impl matches no fault (no_such_fault)"),
-        (("list", "impls", "-k", "x"), "filters belong to `list cases`"),
+        (("list", "impls", "-k", "x"), "filters apply to `list cases`"),
         (("report", "no-such-run"), "no such run (no-such-run)"),
         (("run", "ddp-gpt", "--results", "docs"), "docs: is a folder that holds no run - "),
         (("mutants", "--results", "docs"), "docs: is a folder that holds no run - "),
@@ -315,7 +315,7 @@ def test_list_cases_takes_like(tmp_path: Path) -> None:
     assert listed.returncode == 0 == planned.returncode, listed.stderr + planned.stderr
     assert listed.stdout == planned.stdout and "zero1" in listed.stdout
     refused = here("list", "impls", "--like", "x")
-    assert refused.returncode == 2 and "filters belong to `list cases`" in refused.stderr
+    assert refused.returncode == 2 and "filters apply to `list cases`" in refused.stderr
 
 
 def test_fail_fast_leaves_the_rest_to_resume(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_fail_fast_leaves_the_rest_to_resume(tmp_path: Path) -> None:
     run = read(tmp_path / "run")
     assert [r.verdict for r in run.cases] == ["fail"] * 2 and run.left_out
     assert {line.reason for line in run.left_out} == {"stopped after 2 failures"}
-    told = f"{numbered(len(run.left_out), 'case')} left out; to run them: shardproof run --resume"
+    told = f"{numbered(len(run.left_out), 'case')} not run; run them with: shardproof run --resume"
     assert told in done.stdout
     assert f"--resume --results {folder}" in done.stdout
     again = here("run", "--resume", "--results", folder, "--dry-run")

@@ -144,7 +144,7 @@ def test_what_no_file_holds_is_refused_with_a_remedy(tmp_path: Path, way: str) -
     words = ["-c", text] if way == "text" else ["piped"]
     done = python(*words, cwd=tmp_path)
     told = done.stderr.splitlines()[-1]
-    assert "ranks cannot import this hook: a notebook, a console or a pipe holds it (mean)" in told
+    assert "ranks cannot import this hook from a notebook, console or pipe (mean)" in told
     assert "%%writefile" in told
 
 
@@ -155,7 +155,7 @@ def test_what_a_function_defines_is_refused_by_its_place(tmp_path: Path) -> None
         prove(hook=inner)
     line = inner.__code__.co_firstlineno
     assert str(refused.value).startswith(f"{__file__}:{line}: ranks cannot import this hook (")
-    assert "put it at the top of a module" in str(refused.value)
+    assert "define it at the top level of a module" in str(refused.value)
     with pytest.raises(SelectionError, match=r"ranks cannot import this hook \(3\)"):
         prove(hook=3)
 

@@ -656,7 +656,7 @@ def test_a_killed_fork_server_is_replaced_and_its_cases_are_reported(importable:
     with Pool(1, [launch_programs.sleep]) as pool:
         lost = list(pool.run(launch_programs.kill_fork_server, [("a", {}, 30.0)]))
         assert [(e.key, e.exit_code, e.signal) for e in lost] == [("a", None, None)]
-        assert "the fork server is gone" in lost[0].output
+        assert "the fork server has ended" in lost[0].output
         well = list(pool.run(launch_programs.sleep, [("b", {"seconds": 0.0}, 30.0)]))
         assert [(e.key, e.exit_code) for e in well] == [("b", 0)]
 
@@ -675,7 +675,7 @@ def test_a_fork_server_that_does_nothing_at_its_start_is_told(
     sleeps.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(sleeps))
     monkeypatch.setattr(fork_server_module, "IDLE_LOOKS", 2)
-    said = r"did nothing for 2 s before it was ready: begun"
+    said = r"was idle for 2 s before it was ready: begun"
     with ForkServer() as server, pytest.raises(ForkServerError, match=said):
         server.wait_ready()
 

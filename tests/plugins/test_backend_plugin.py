@@ -101,7 +101,7 @@ def test_without_the_package_verify_says_what_to_install(
     assert done["verified"].returncode == 0, told(done["verified"])
     elsewhere = here("verify", str(environment.folder / "passed"))
     assert elsewhere.returncode == 1
-    wanted = "backend 'acme' is not known here: install the package that registers it in"
+    wanted = "unknown backend 'acme': install the package that registers it in"
     assert wanted in told(elsewhere)
 
 

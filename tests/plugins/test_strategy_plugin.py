@@ -102,7 +102,7 @@ def test_without_the_package_verify_says_what_to_install(
     assert done["verified"].returncode == 0, told(done["verified"])
     elsewhere = here("verify", str(environment.folder / "passes"))
     assert elsewhere.returncode == 1
-    assert "strategy 'flat_ddp' is not known here: install the package" in told(elsewhere)
+    assert "unknown strategy 'flat_ddp': install the package" in told(elsewhere)
 
 
 def test_the_page_shows_the_package_as_it_is() -> None:

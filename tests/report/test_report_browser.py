@@ -260,7 +260,7 @@ def test_the_results_are_not_clipped_in_a_laptop_s_window(browser: Any, file: Pa
 
 def test_it_reads_without_scripts(browser: Any, file: Path) -> None:
     with Visit(browser, file, java_script_enabled=False) as page:
-        assert page.get_by_text("It did not hold: 30 of").is_visible()
+        assert page.get_by_text("Failed: 30 of").is_visible()
         assert page.locator("thead button").count() == 0
         assert page.locator(".broken pre.rerun").first.is_visible()
         link = page.locator("a[aria-label^='reference/zero2 on gloo, traffic']")

@@ -101,7 +101,7 @@ def test_the_page_is_sound_and_asks_for_nothing(page: str) -> None:
 
 def test_the_answer_comes_first_and_then_what_broke(page: str) -> None:
     text = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
-    answer = text.index("It did not hold: 30 of ")
+    answer = text.index("Failed: 30 of ")
     assert "2 of 40 planted faults survive" in text[answer : answer + 200]
     assert answer < text.index('id="broke"') < text.index('id="capabilities"')
     assert "shardproof run made --tier quick -k" in text
@@ -343,7 +343,7 @@ def test_elements_escape_and_scales_clamp() -> None:
 def test_a_small_run_of_every_kind_of_line(tmp_path: Path) -> None:
     run = read(fill(tmp_path / "run"))
     page = report.html(run)
-    assert "It did not hold: 1 of 2 judged cases broke, 1 of 2 planted faults survive." in page
+    assert "Failed: 1 of 2 judged cases failed, 1 of 2 planted faults survive." in page
     assert Page(page).open == []
 
 

@@ -128,7 +128,7 @@ def test_bits_of_other_kernels_prove_nothing_but_where_arithmetic_is_exact(tmp_p
             *("cannot be compared", "refused here: no option x"),
         ),
         (lambda r: None, "cannot be compared", "no time in a budget of 1 minutes"),
-        (lambda r: replace(r, data="cd" * 32), "cannot be compared", "another data set"),
+        (lambda r: replace(r, data="cd" * 32), "cannot be compared", "different data sets"),
     ],
 )
 def test_what_came_of_a_case_here_is_told(

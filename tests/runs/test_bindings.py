@@ -109,7 +109,7 @@ def test_a_record_of_another_run_is_none_of_this(place: Path) -> None:
     shutil.copy(place / "other" / record, place / "run" / record)
     _lines(place / "run", lambda line: line if _failing(line) else json.loads(other))
     _seal(place / "run")
-    [problem] = [p for p in verify(place / "run").problems if "as no invocation" in p]
+    [problem] = [p for p in verify(place / "run").problems if "no invocation of this run" in p]
     assert json.loads(other)["id"] in problem
 
 
@@ -133,8 +133,8 @@ def _expects(account: Line) -> None:
 @pytest.mark.parametrize(
     ("change", "told", "says"),
     [
-        (_drops_checks, "pass", "its case is as no invocation"),
-        (_expects, "xfail", "its case is as no invocation"),
+        (_drops_checks, "pass", "no invocation of this run"),
+        (_expects, "xfail", "no invocation of this run"),
     ],
 )
 def test_what_is_asked_is_part_of_the_seal(
@@ -184,7 +184,7 @@ def test_figures_say_what_was_run(place: Path, change: Any, says: str) -> None:
 def test_failures_are_no_planted_faults_by_a_word(place: Path) -> None:
     _lines(place / "run", lambda o: o | {"kind": "mutant case"} if _failing(o) else o)
     _seal(place / "run")
-    assert any("told as a planted fault" in text for text in verify(place / "run").problems)
+    assert any("stored as a planted fault" in text for text in verify(place / "run").problems)
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -35,7 +35,7 @@ def test_verdicts_of_other_code_are_told(tmp_path: Path) -> None:
         outputs.append(done.stdout + done.stderr)
     assert "1 crash, 1 pass" in outputs[0], outputs[0]
     assert "of other code" not in outputs[1]
-    assert "1 verdict kept of other code: owncode:Mine changed since" in outputs[2]
+    assert "1 verdict kept from before owncode:Mine changed" in outputs[2]
     invocations = json.loads((tmp_path / "r" / "run.json").read_text())["invocations"]
     digests = [one["code"]["owncode:Mine"] for one in invocations]
     assert digests[0] == digests[1] != digests[2]

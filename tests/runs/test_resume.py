@@ -102,7 +102,10 @@ def test_another_case_of_a_planned_id_is_refused(run: Path) -> None:
     before = (run / "planned.jsonl").read_bytes()
     first = _planned()[0]
     other = replace(first, steps=first.steps + 1)
-    with RunFolder(run, ["run"]) as folder, pytest.raises(SelectionError, match="another case of"):
+    with (
+        RunFolder(run, ["run"]) as folder,
+        pytest.raises(SelectionError, match="a different case of"),
+    ):
         folder.plan([other])
     assert (run / "planned.jsonl").read_bytes() == before
     with RunFolder(run, ["run"]) as folder:

@@ -61,7 +61,7 @@ def test_a_plan_gives_every_cell_once_more() -> None:
             "changes: [{step: 1, members: [2, 0]}]",
             "members must ascend, each named once ([2, 0]) - write [0, 2]",
         ),
-        ("changes: [{step: 1, members: [0, 1, 2]}]", "changes nothing before step 1"),
+        ("changes: [{step: 1, members: [0, 1, 2]}]", "the change before step 1 changes nothing"),
         ("changes: [{step: 4, members: [0]}]", "there is no such step (4) - valid: 0 to 3"),
         (
             "changes: [{step: 1, members: [0]}, {step: 1, members: [1]}]",

@@ -270,7 +270,7 @@ def test_clean_policies_pass_and_faulty_masters_do_not() -> None:
 def test_a_policy_that_is_ignored_is_no_pass(policy: dict[str, str]) -> None:
     [found] = verdicts([case("faulty_precision:IgnoresThePolicy", precision=policy)])
     assert found.verdict == "fail"
-    told = f"nothing has the rounding of {policy['parameters']}, which 'precision' asks for"
+    told = f"no gradient shows the rounding of {policy['parameters']}, which 'precision' asks for"
     assert told in found.reason
 
 

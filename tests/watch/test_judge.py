@@ -125,7 +125,7 @@ def test_a_rank_that_dies_is_the_cause_not_who_waits_for_it() -> None:
 def test_ranks_without_an_end_are_no_pass(ends: list[End]) -> None:
     judged = decide(both(ended=False), ends, {})
     assert judged.verdict == "undecidable"
-    assert judged.reason.startswith("ranks 0-1 did not come to the end")
+    assert judged.reason.startswith("ranks 0-1 did not reach the end")
 
 
 def test_all_forms_of_the_report_say_the_same() -> None:

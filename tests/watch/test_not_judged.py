@@ -19,7 +19,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 SCRIPTS = {
     "it leaves at once": (
         APART + "steps(model, optimizer, 1)\nimport os\nos._exit(0)\n",
-        "ranks 0-1 did not come to the end: they left Python at once",
+        "ranks 0-1 did not reach the end of the script: they left Python at once",
         [],
     ),
     "it goes on in another group": (

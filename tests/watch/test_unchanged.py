@@ -69,13 +69,13 @@ SCRIPTS: dict[str, tuple[str, list[bool | None], list[str], str]] = {
         ENDS.replace("FAULT", "break"),
         [True, None],
         ["left its groups", "left its groups"],
-        "crash: rank 1 ended the script and never came to call 9 on ranks 0-1, all_reduce",
+        "crash: rank 1 ended the script and never reached call 9 on ranks 0-1, all_reduce",
     ),
     "a rank ends and leaves its groups to Python": (
         TRAINS.replace("FAULT", "break").replace("LEAVES", "pass"),
         [True, None],
         ["left its groups", "left its groups"],
-        "crash: rank 1 ended the script and never came to call 9 on ranks 0-1, all_reduce",
+        "crash: rank 1 ended the script and never reached call 9 on ranks 0-1, all_reduce",
     ),
     "the store ends with the groups": (PORT, [False, False], ["nobody listens"], "pass: "),
 }

@@ -235,7 +235,7 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         ],
         CLEAN,
         "rank",
-        r"rank 1 was killed: SIGKILL; its last call: all_reduce.*; rank 0 could not go on",
+        r"rank 1 was killed: SIGKILL; its last call: all_reduce.*; rank 0 could not continue",
     ),
     "one_rank_raises": (
         [
@@ -247,7 +247,7 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         ],
         CLEAN,
         "rank",
-        r"rank 1 raised ValueError: bad in main \(.*train\.py:LINE\); rank 0 could not go on",
+        r"rank 1 raised ValueError: bad in main \(.*train\.py:LINE\); rank 0 could not continue",
     ),
     "one_rank_makes_fewer_steps": (
         [

@@ -176,7 +176,7 @@ def test_without_a_launcher_the_import_does_nothing(tmp_path: Path) -> None:
 
 def test_the_module_needs_a_launcher(tmp_path: Path) -> None:
     done = python("-m", "shardproof.watch", "train.py", cwd=tmp_path)
-    assert done.returncode == 2 and "no rank: torchrun sets RANK" in done.stderr
+    assert done.returncode == 2 and "RANK and WORLD_SIZE are not set" in done.stderr
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -230,7 +230,7 @@ def test_arguments_of_the_script_are_its_own(command: Any, tmp_path: Path) -> No
             "not an option of shardproof watch (--epochs) - Options of the script stand after --:",
         ),
         (["SCRIPT", "--nprocs", "3"], "(--nprocs) - did you mean --nproc? Options of the script"),
-        (["SCRIPT", "--replicas", "foo"], "--replicas: 'foo' is no rank (foo) - write all, a"),
+        (["SCRIPT", "--replicas", "foo"], "--replicas: 'foo' is not a rank (foo) - write all, a"),
         (["SCRIPT", "--replicas", "0,1/"], "--replicas: an empty set (0,1/) - write all, a"),
         (["--judge", "DAMAGED"], "rank0.json: damaged"),
     ],

@@ -221,7 +221,7 @@ class FusedRowsInOrder(ReferenceTensor):
         return extra
 
 
-@mutant("loads_parameters_only", says="optimizer state was not loaded: it is missing", zoo=("K16",))
+@mutant("loads_parameters_only", says="optimizer state was not loaded: there is none", zoo=("K16",))
 class ParametersOnly(ReferenceDDP):
     """The optimizer is rebuilt after the load."""
 

@@ -44,7 +44,7 @@ OFTEN = CheckpointPlan(save_at=3, saves=3)
 SHARDED: Mapping[str, int] = {"shard": 2}
 
 
-@mutant("saves_fresh_optimizer", says="optimizer state was not loaded: it is missing", zoo=("K16",))
+@mutant("saves_fresh_optimizer", says="optimizer state was not loaded: there is none", zoo=("K16",))
 class FreshOptimizer(ReferenceDDP):
     """The saved state is that of an optimizer created for the save."""
 
@@ -140,7 +140,7 @@ class ZeroesWhatIsWritten(Full):
 
 @mutant(
     "saves_and_keeps_one_more",
-    says="after 3 saves 3 checkpoints are left, not 2",
+    says="after 3 saves 3 checkpoints are left, expected 2",
     checkpoint=OFTEN,
     options=KEEPS_TWO,
     steps=4,
@@ -156,7 +156,7 @@ class KeepsOneMore(Sharded):
 
 @mutant(
     "saves_and_keeps_two",
-    says="after 4 saves 2 checkpoints are left, not 3",
+    says="after 4 saves 2 checkpoints are left, expected 3",
     checkpoint=CheckpointPlan(save_at=4, saves=4),
     options={"checkpoint": {"keep": 3}},
     steps=5,
@@ -330,7 +330,7 @@ class Once(Sharded):
 
 @mutant(
     "saves_and_keeps_one",
-    says="after 3 saves 1 checkpoints are left, not 2",
+    says="after 3 saves 1 checkpoints are left, expected 2",
     checkpoint=OFTEN,
     options=KEEPS_TWO,
     steps=4,

@@ -165,7 +165,7 @@ class BucketOrderByRank(DDP):
 
 @mutant(
     "ddp_exchanges_equal_buckets",
-    says="'blocks.1.mlp.up.bias' is a rank's gradient of 'blocks.2.mlp.up.bias'",
+    says="'blocks.1.mlp.up.bias' contains a rank's gradient of 'blocks.2.mlp.up.bias'",
     zoo=("X05",),
     killed_by=("equivalence",),
     workload=whole_gpt(),

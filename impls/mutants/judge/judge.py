@@ -219,7 +219,7 @@ def planned(kind: Any, verdict: str, *says: str) -> Mapping[str, Any]:
 
 @mutant(
     "judge_autopsy_names_wrong_rank",
-    says="expected was rank 1 as the reason, not rank 2: shape .* gives crash: desync",
+    says="expected rank 1 as the cause, not rank 2: shape .* gives crash: desync",
     **planned("shape", "crash", "desync: call"),
 )
 class AutopsyNamesWrongRank(BeforeSpoiltJudge):
@@ -238,7 +238,7 @@ class AutopsyNamesWrongRank(BeforeSpoiltJudge):
 
 @mutant(
     "judge_takes_consequence_for_cause",
-    says="expected was rank 1 as the reason, not rank 0: raise .* gives crash: rank 0 raised",
+    says="expected rank 1 as the cause, not rank 0: raise .* gives crash: rank 0 raised",
     **planned("raise", "crash", "rank 1 raised InjectedFault"),
 )
 class TakesConsequenceForCause(BeforeSpoiltJudge):
@@ -256,7 +256,7 @@ class TakesConsequenceForCause(BeforeSpoiltJudge):
 
 @mutant(
     "judge_sees_no_flipped_bit",
-    says="expected was fail: corrupt .* gives undecidable",
+    says="expected fail: corrupt .* gives undecidable",
     **planned("corrupt", "fail", "equivalence"),
 )
 class SeesNoFlippedBit(BeforeSpoiltJudge):

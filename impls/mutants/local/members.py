@@ -94,7 +94,7 @@ class JoinerWithoutDraws(ReferenceElastic):
 
 @mutant(
     "elastic_joiner_without_progress",
-    says="rank 1 trains on sample . again",
+    says="rank 1 trains again on sample .",
     killed_by=("membership", "equivalence"),
     zoo=("G08",),
     **BACK,
@@ -108,7 +108,7 @@ class JoinerWithoutProgress(ReferenceElastic):
 
 @mutant(
     "elastic_progress_of_the_newest",
-    says="rank 0 trains on sample . again",
+    says="rank 0 trains again on sample .",
     killed_by=("membership", "equivalence"),
     zoo=("G08",),
     **BACK,
