@@ -194,7 +194,7 @@ def _not_movable(case: Case) -> str:
 
 
 def _is_ordered(case: Case) -> bool:
-    """Whether sums do not hang on where in a message a number lies."""
+    """Whether sums do not depend on the place of a number in a message."""
     return BACKENDS[case.backend].adds_in_order(case.world)
 
 

@@ -147,7 +147,7 @@ class Family:
 def _not_whole(kind: str, counts: Mapping[int, int], total: int) -> str:
     for rank, count in counts.items():
         if count != total:
-            return f"rank {rank} holds {count:,} of {total:,} elements of the {kind}, asked is all"
+            return f"rank {rank} holds {count:,} of {total:,} elements of the {kind}, expected all"
     return ""
 
 

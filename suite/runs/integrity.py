@@ -74,19 +74,19 @@ def _id(line: bytes) -> str:
 
 
 def require_unchanged(path: Path) -> None:
-    """For what is shown outside of the run: nothing is made of one that was changed.
+    """Refuse a changed run: nothing that leaves the run may be made from it.
 
     :raises SelectionError: the files and lines that are not what the manifest says.
     """
-    _refuse(list(changed(path)), "`shardproof verify` says more")
+    _refuse(list(changed(path)), "run `shardproof verify` for details")
 
 
 def require_unedited(path: Path) -> None:
-    """For what is shown to the run's owner: it may be unfinished or have lost files, no more.
+    """Refuse an edited run; its owner may read one that is unfinished or has lost files.
 
     :raises SelectionError: the files and lines that were edited.
     """
-    _refuse([text for edited, text in _differences(path) if edited], "nothing is shown of it")
+    _refuse([text for edited, text in _differences(path) if edited], "an edited run is not shown")
 
 
 def _refuse(damages: list[str], why: str) -> None:

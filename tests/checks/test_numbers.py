@@ -151,8 +151,8 @@ def test_the_first_failure_of_a_moment_is_told_with_how_much_is_wrong() -> None:
     with pytest.raises(Differs) as caught:
         moment.end(4)
     assert str(caught.value) == (
-        "differs from the oracle: 'b' at step 1, gradients_final, rank 1: 7 elements differ, expected "
-        "equal bits (wrong: 2 of 3 tensors, on 3 of 4 ranks)"
+        "differs from the oracle: 'b' at step 1, gradients_final, rank 1: 7 elements differ, "
+        "expected equal bits (wrong: 2 of 3 tensors, on 3 of 4 ranks)"
     )
     assert [row.name for row in rows] == ["a", "b", "c", "c (zero slice)"]
 

@@ -119,6 +119,9 @@ def test_help_has_the_words_of_the_field() -> None:
         "the worker starts anew",
         "nobody waits",
         "three cases are told by name",
+        "asked are 2 seeds",
+        "it was loaded, and yet it differs",
+        "rank 1 goes no further",
     ],
 )
 def test_the_dialect_is_seen(text: str) -> None:

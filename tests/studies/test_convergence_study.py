@@ -162,10 +162,10 @@ def test_a_fault_that_trains_as_well_is_told(
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("target: 1.45", "target: 1.5", "ddp was trained otherwise: target was 1.45, asked is 1.5"),
+        ("target: 1.45", "target: 1.5", "ddp was trained otherwise: target was 1.45, expected 1.5"),
         ("lr: 0.1", "lr: 0.2", "'lr': 0.1"),
-        ("every: 4", "every: 2", "every was 4, asked is 2"),
-        ("world: 3", "world: 2", "world was 3, asked is 2"),
+        ("every: 4", "every: 2", "every was 4, expected 2"),
+        ("world: 3", "world: 2", "world was 3, expected 2"),
         ("float16", "bfloat16", "ddp[+]fp16 was trained otherwise: options was"),
     ],
 )
@@ -407,7 +407,7 @@ def test_names_and_records_that_there_are_not(tmp_path: Path) -> None:
     with pytest.raises(SelectionError, match=r"give the convergence\.json of a run folder"):
         convergence.run([study], 1, tmp_path / "small.yaml")
     (tmp_path / "few.json").write_text(json.dumps({"studies": {}}))
-    with pytest.raises(SelectionError, match="has 0 seeds there, asked are 2"):
+    with pytest.raises(SelectionError, match="has 0 seeds there, expected 2"):
         convergence.run([study], 1, tmp_path / "few.json")
     with pytest.raises(SelectionError, match="did you mean gloo"):
         plan.read([written(tmp_path)], backend="gloop")

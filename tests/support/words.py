@@ -26,7 +26,14 @@ DIALECT = {
     r"\bof one's own\b": "your own",
     r"\bfor good\b": "permanently",
     r"\bgives? way\b": "yields, ends",
-    r"\bhangs on\b": "depends on",
+    r"\bhangs? on\b": "depends on",
+    r"\b(?:[Aa]sked|[Ee]xpected|[Ww]anted) (?:is|are|was|were)\b": "expected X, without a verb",
+    r"\band yet\b": "but",
+    r"\bgo(?:es)? no further\b": "cannot continue, stops",
+    r"\bha(?:s|ve) to have\b": "must have",
+    r"\bin vain\b": "unnecessarily, without effect",
+    r"\bturned round\b": "flipped, reversed",
+    r"^(?:For|As) (?:what|who)\b": "a noun: a clause is no subject",
 }
 #: Phrases that are right as they are -> why.
 EXCEPTIONS = {

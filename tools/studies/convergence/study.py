@@ -191,12 +191,12 @@ def _of(study: Study, kept: _Kept, path: Path) -> Ends:
     for name, asked in recorded(study, dict.fromkeys((m.name for m in study.every), ())).items():
         one, seeds = own.get(name, _OfMethod(asked["run"], [])), len(study.dense.runs)
         if len(one.ends) < seeds:
-            what = f"{study.name}: {name} has {len(one.ends)} seeds there, asked are {seeds}"
+            what = f"{study.name}: {name} has {len(one.ends)} seeds there, expected {seeds}"
             remedy = "train again, or ask for --seeds and --method that are there"
             raise SelectionError(Problem(what, remedy, str(path)))
         keys = {**asked["run"], **one.run}
         pairs = {key: (one.run.get(key), asked["run"].get(key)) for key in keys}
-        if differ := [f"{k} was {a!r}, asked is {b!r}" for k, (a, b) in pairs.items() if a != b]:
+        if differ := [f"{k} was {a!r}, expected {b!r}" for k, (a, b) in pairs.items() if a != b]:
             what = f"{study.name}: {name} was trained otherwise: {'; '.join(differ)}"
             remedy = "train again, or give the scenario that was trained"
             raise SelectionError(Problem(what, remedy, str(path)))
