@@ -344,7 +344,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--draw", type=int, default=30_000, help="candidates of each kind")
     parser.add_argument("--triples", action="store_true", help="cases for triples")
-    parser.add_argument("--more", metavar="NAME", help="files so called beside those that stand")
+    parser.add_argument(
+        "--more", metavar="NAME", help="files of this name in addition to the present ones"
+    )
     parser.add_argument("--most", type=int, help="triples: cases at most")
     parser.add_argument("--arrays", action="store_true", help="cases for three conditions")
     given = parser.parse_args()

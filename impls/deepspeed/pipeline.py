@@ -71,7 +71,7 @@ NO_BYTES = {
     "scalar": BYTES.format("those without a dimension"),
     "non_contiguous": BYTES.format("transposed ones"),
 }
-ONE_LENGTH = "shapes are told once a step; dynamic_shape: true tells them with every message"
+ONE_LENGTH = "shapes are sent once a step; dynamic_shape: true sends them with every message"
 ONE_WINDOW = "DeepSpeed's train_batch ends in an optimizer step: one window a step"
 
 

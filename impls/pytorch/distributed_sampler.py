@@ -59,7 +59,7 @@ class TorchSampler(Sampling):
         if chosen.resume == "never" or (
             isinstance(maker, type) and not all(hasattr(maker, name) for name in STATE)
         ):
-            declines["resume"] = f"no {' and '.join(STATE)}: an epoch begins anew"
+            declines["resume"] = f"no {' and '.join(STATE)}: an epoch starts again"
         elif chosen.resume == "same_world":
             declines["other_world"] = "it counts the samples of one rank"
         return Capabilities(axes=names(), needs=("cpu",), declines=declines)

@@ -128,7 +128,7 @@ class Options(PipelineOptions, Training):
         if not takers:
             return ""
         return (
-            f"unknown option {name!r} beside 'data': it is one of the strategy on the data axes "
+            f"unknown option {name!r} next to 'data': it is one of the strategy on the data axes "
             f"({', '.join(takers)}); write data_options: {{{name}: ...}}"
         )
 

@@ -34,7 +34,7 @@ class Nccl(TorchBackend):
     skips_if_missing = True
     exact_memory = True
     hides_latency = True
-    hides_because = "copies and sums run beside the kernels of the step, on streams of their own"
+    hides_because = "copies and sums overlap with the kernels of the step, on streams of their own"
     # tuning.cc takes the faster one for each size; broadcast and reduce have a ring only.
     algorithms: ClassVar[Algorithms | None] = {
         "all_reduce": ("ring", "double tree"),

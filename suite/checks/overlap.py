@@ -149,7 +149,7 @@ def _wrong_reductions(made: _Reductions, most: int | None, watched: bool, unhidd
     """
     calls, late, early, exposed = made.calls, made.late, made.early, made.exposed
     if most is not None and len(late) > most:
-        when = f"after backward has ended, when nothing computes beside them ({most} allowed)"
+        when = f"after backward has ended, when nothing else computes ({most} allowed)"
         return f"{len(late)} of {len(calls)} gradient reductions start {when}"
     if most is not None and exposed and watched:
         count = f"{len(exposed)} of {len(early)} gradient reductions that start early enough"

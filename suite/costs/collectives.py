@@ -39,7 +39,7 @@ LANE, MOST_LANES = 1 << 18, 4
 BACKEND = "backend"
 #: Why ``overlap`` has nothing to count where they are not chosen.
 ROUNDS_ARE_ALIKE = (
-    "collectives are made of sends and receives, whose rounds go on in waits: the log of calls "
+    "collectives are made of sends and receives, whose rounds run in waits: the log of calls "
     "does not tell which one starts a reduction or a gather"
 )
 

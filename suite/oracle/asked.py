@@ -52,7 +52,7 @@ class _Asked:
             told = f"{self.system.__name__}.{self.method} raised {error!r}"
             raise BrokenContract(told) from error
 
-    def _tensors(self, part: str, value: Any, wanted: str = "a dict of tensors by name") -> Tensors:
+    def _tensors(self, part: str, value: Any, wanted: str = "a dict of named tensors") -> Tensors:
         return tensors(self.system, f"{self.method}{part}", value, wanted)
 
 
@@ -99,12 +99,12 @@ class Meets(_Asked):
     ) -> tuple[Tensors, Tensors]:
         """The parameters with which all continue, and the kept state."""
         met = self._ask(lambda: self.made.meet([copies(end) for end in ends], copies(kept)))
-        wanted = "two dicts of tensors by name"
+        wanted = "two dicts of named tensors"
         parameters, after = asked(self.system, f"{self.method}.meet", met, tuple, wanted)
         return copies(self._tensors(".meet", parameters, wanted)), self._slots(".meet", after)
 
     def _slots(self, part: str, kept: Any) -> Tensors:
-        wanted = f"slots <parameter>.{OUTER}..., by name"
+        wanted = f"slots named <parameter>.{OUTER}..."
         slots = self._tensors(part, kept, wanted)
         for slot in slots:
             if not is_outer(slot):

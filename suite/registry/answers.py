@@ -75,7 +75,7 @@ def pieces(system: Implementation, kind: Kind, rank: int = 0) -> list[Piece]:
 
 def _extra(system: Implementation, rank: int) -> list[Piece]:
     """``extra_state()``; named tensors and numbers become whole pieces of this rank."""
-    method, wanted = "extra_state()", "tensors and numbers by name, or a list of Piece objects"
+    method, wanted = "extra_state()", "named tensors and numbers, or a list of Piece objects"
     told = asked(system, method, system.extra_state(), (Mapping, list, tuple), wanted)
     if not isinstance(told, Mapping):
         return list(told)
@@ -95,7 +95,7 @@ def followed(system: type[Implementation], options: Options, now: Now) -> dict[s
         told = system.given_state(now, options)
     except Exception as error:
         raise BrokenContract(f"{system.__name__}.{method} raised {error!r}") from error
-    return tensors(system, method, told, "a dict of tensors by name")
+    return tensors(system, method, told, "a dict of named tensors")
 
 
 #: Descriptions of pieces that were looked at and found right: they come at every observation.
@@ -154,7 +154,7 @@ def step(system: Implementation, step: int, value: Any) -> StepResult:
     number(system, f"{method}: loss", result.loss)
     number(system, f"{method}: norm", result.norm)
     for value in asked(system, f"{method}: metrics", result.metrics, Mapping, "a dict").values():
-        asked(system, f"{method}: metrics", value, (int, float), "numbers by name")
+        asked(system, f"{method}: metrics", value, (int, float), "named numbers")
     return result
 
 
@@ -185,7 +185,7 @@ def evaluation(system: Implementation, batch: Batch) -> float | None:
 
 def full_state(system: Implementation, kind: Kind) -> dict[str, Tensor]:
     """``full_state(kind)``."""
-    method, wanted = f"full_state({kind!r})", "a dict of tensors by name"
+    method, wanted = f"full_state({kind!r})", "a dict of named tensors"
     return tensors(system, method, system.full_state(kind), wanted)
 
 

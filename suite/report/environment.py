@@ -21,7 +21,7 @@ def environment(run: Run) -> Table:
     names = dict.fromkeys(name for facts in invocations for name in facts)
     headings = ("fact", *(f"invocation {number}" for number, _ in enumerate(invocations, 1)))
     rows = [(name, *(facts.get(name, "-") for facts in invocations)) for name in names]
-    return Table("What ran, and where", headings, rows)
+    return Table("Run and machine", headings, rows)
 
 
 def _flat(invocation: Mapping[str, JsonValue]) -> dict[str, str]:

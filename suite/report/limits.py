@@ -61,7 +61,7 @@ def limits(run: Run) -> list[Limit]:
 
 def lines(run: Run) -> Iterator[str]:
     """The section of ``report.md``."""
-    yield "## What was not checked\n"
+    yield "## Not checked\n"
     unchecked = limits(run)
     if not unchecked:
         yield "Nothing was left out, skipped or left open.\n"

@@ -127,10 +127,10 @@ BELOW = (
         lambda run: [kills.by_n(run)],
         label="Random cases",
     ),
-    SectionOfCore("limits", "What was not checked", lines=limits.lines, folded=True),
+    SectionOfCore("limits", "Not checked", lines=limits.lines, folded=True),
     SectionOfCore("scenarios", "Scenarios", folded=True),
     SectionOfCore(
-        "where", "What ran, and where", lambda run: [environment.environment(run)], folded=True
+        "where", "Run and machine", lambda run: [environment.environment(run)], folded=True
     ),
 )
 

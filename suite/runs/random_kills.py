@@ -88,6 +88,6 @@ def read(folder: Path) -> RandomKills | None:
         del told["killed by N"]
         return RandomKills.from_dict(told)
     except DAMAGE as error:
-        remedy = "`shardproof verify` tells what else was changed"
+        remedy = "run `shardproof verify` to list every change"
         problem = Problem(f"is damaged: {type(error).__name__} {error}", remedy, file=str(file))
         raise SelectionError(problem) from None

@@ -536,7 +536,7 @@ def read_as_written(path: Path, strict: bool = False, damaged: list[Problem] | N
             except DAMAGE as error:
                 name = line.get("id") or line.get("name") or "a line"
                 what = f"is damaged: {name}: {type(error).__name__} {error}"
-                remedy = "`shardproof verify` tells what else was changed"
+                remedy = "run `shardproof verify` to list every change"
                 problem = Problem(what, remedy, None, str(path / LINES), number)
                 if damaged is None:
                     raise SelectionError(problem) from None
@@ -591,7 +591,7 @@ def _lines(path: Path, strict: bool = False) -> Iterator[tuple[int, Line]]:
             line = read_fast_json(raw)
         except (ValueError, RecursionError):
             if strict and raw.endswith(b"\n"):
-                remedy = "`shardproof verify` tells what else was changed"
+                remedy = "run `shardproof verify` to list every change"
                 problem = Problem("is damaged", remedy, file=str(path), line=number)
                 raise SelectionError(problem) from None
             continue  # cut off by a kill

@@ -236,7 +236,7 @@ def _of_wrappers(
             ignored = {*getattr(module, "parameters_to_ignore", ())}
             for name, tensor in chain(module.named_parameters(), module.named_buffers()):
                 if name.removeprefix("module.") in ignored:
-                    reasons[id(tensor)] = "DDP was told to ignore it"
+                    reasons[id(tensor)] = "DDP ignores it on request"
                 else:
                     replicas[id(tensor)] = ranks
     return reasons, replicas

@@ -274,7 +274,7 @@ class CharnamesGPT(WorkloadFamily):
         if params.get("first_step") != "head":
             return ""
         return (
-            f"{self.name}: first_step = 'head' is told by the inputs, which the last stage has not"
+            f"{self.name}: first_step = 'head' needs the inputs, which the last stage does not get"
         )
 
     def zero_gradient(self, params: Params) -> dict[str, list[Region]]:

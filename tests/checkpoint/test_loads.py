@@ -538,7 +538,7 @@ def test_an_outer_optimizer_begins_anew_where_none_was_saved(
             assert torch.equal(tensor, saved.get(full, anew)), full
         assert sorted(n for n in other.loaded.left_out) == sorted(saved.keys() - have.keys())
         begun = ", ".join(slot for slot in loads[3] if slot not in saves[3])
-        said = f"{begun} of no parameter was saved: the outer optimizer begins anew"
+        said = f"{begun} of no parameter was saved: the outer optimizer starts again"
         assert (said in other.loaded.notes) == bool(begun)
 
     succeed(body, 2)

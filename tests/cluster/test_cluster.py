@@ -120,7 +120,7 @@ def test_clean_leaves_runs_that_go_on() -> None:
     left = {part.attrs["Labels"]["shardproof"] for part in engine.parts}
     assert left == {*live, "by-hand", "judge"}
     assert "left: shardproof-1-17, which goes on; `cluster clean --all`" in said[0]
-    assert any("shardproof-4-17, which goes on, started elsewhere;" in line for line in said)
+    assert any("shardproof-4-17, which is active, started elsewhere;" in line for line in said)
     assert not [part for part in cluster.parts(engine) if "by-hand" in part.name]
     assert cluster.clean(engine, said.append, everything=True)
     assert {part.attrs["Labels"]["shardproof"] for part in engine.parts} == {"by-hand", "judge"}

@@ -158,8 +158,8 @@ def test_shards_without_replicas_say_what_would_do_on_every_rank() -> None:
         ({"data": "zero4"}, "did you mean 'zero3'"),
         (
             {"all_reduce": "ring"},
-            "unknown option 'all_reduce' beside 'data': it is one of the strategy on the data axes "
-            "(ddp, fsdp); write data_options: {all_reduce: ...}",
+            "unknown option 'all_reduce' next to 'data': it is one of the strategy on the data "
+            "axes (ddp, fsdp); write data_options: {all_reduce: ...}",
         ),
         ({"shcedule": "1f1b"}, "unknown option 'shcedule'; did you mean 'schedule'"),
         ({"data_options": {"bucket_byte": 1}}, "did you mean 'data_options.bucket_bytes'"),

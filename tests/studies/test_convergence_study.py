@@ -238,7 +238,7 @@ def test_ranks_that_are_threads_tell_no_seconds(
     assert "seconds" not in page and "wall time" not in page
     shared = replace(study, dense=replace(study.dense, runs=[replace(study.first, backend="gloo")]))
     page = pages.section(shared, ends, convergence.judged(study, ends), "")
-    assert "No seconds are told: ranks had no cores of their own" in page
+    assert "No seconds are given: ranks had no cores of their own" in page
 
 
 @pytest.mark.launches

@@ -110,7 +110,7 @@ def test_two_groups_that_commit_one_step_are_told(tmp_path: Path) -> None:
     committers(records.generations(tmp_path), 2, problems)
     assert problems == [
         "step 0: committed by groups 1 and 2, each for itself",
-        "step 1: committed by nobody",
+        "step 1: committed by no member",
     ]
 
 

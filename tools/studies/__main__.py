@@ -27,7 +27,7 @@ studies = typer.Typer(
 )
 for _name, _command, _help in (
     ("calibrate", calibrate.run, "Are errors of clean runs far enough below the thresholds?"),
-    ("overhead", overhead.run, "What the largest schedules cost."),
+    ("overhead", overhead.run, "The cost of the largest schedules."),
     ("false-alarms", false_alarms.run, "How often `bench` errs on this machine."),
     ("model-check", model_check.run, "Does the model of step times hold here?"),
     ("backends", backends.command, "Equal bits, and CPU seconds, on several backends."),

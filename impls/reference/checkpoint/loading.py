@@ -314,7 +314,7 @@ class Loading:
             yield f"the state of {', '.join(new)} was not saved"
         held = [("optimizer", piece.name) for piece in system.handle.outer_pieces()]
         if anew := sorted(outer_slots(held) - outer_slots(self.checkpoint.copies)):
-            yield f"{', '.join(anew)} of no parameter was saved: the outer optimizer begins anew"
+            yield f"{', '.join(anew)} of no parameter was saved: the outer optimizer starts again"
         own: Mapping[str, Any] = self.contents.about({}).optimizer or {}
         for name, value in own.items():
             saved = (about.optimizer or {}).get(name)

@@ -401,7 +401,7 @@ def what_it_does(there: Sequence[Any]) -> str:
     place, _, process = made_by.rpartition("/")
     if place != this_place():
         runs = any(getattr(part, "status", "") in ("running", "paused") for part in there)
-        return "goes on, started elsewhere" if runs else LEFT_OVER
+        return "is active, started elsewhere" if runs else LEFT_OVER
     pid, _, began = process.partition("-")
     return "goes on" if str(process_control.began(int(pid))) == began else LEFT_OVER
 

@@ -70,7 +70,7 @@ def open_run(name: str | None, root: Path = Path("results")) -> Iterator[Path]:
         return
     with unpacked(Path(name)) as bundle:
         if bundle.problems:
-            remedy = "ask for it again: `shardproof verify` tells more"
+            remedy = "request it again; `shardproof verify` lists the damage"
             raise SelectionError([Problem(problem, remedy) for problem in bundle.problems[:20]])
         yield bundle.folder
 

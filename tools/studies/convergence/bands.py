@@ -57,7 +57,7 @@ def drawing(
         at = f"translate({across * (_WIDTH + _GAP):g} {down * (_HEIGHT + _GAP):g})"
         parts.append(svg.element("g", *panel, transform=at))
     names = ", ".join(methods)
-    text = f"Loss over steps of {names}, each beside dense training; bands over seeds."
+    text = f"Loss over steps of {names}, each with dense training; bands over seeds."
     drawn = svg.drawing(title, text, size, parts, "bands")
     return str(drawn).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1) + "\n"
 

@@ -75,7 +75,7 @@ def section(
     if timed:
         parts.append(f"{in_wall_time(ends)}\n")
     elif run.timed:
-        parts.append("No seconds are told: ranks had no cores of their own.\n")
+        parts.append("No seconds are given: ranks had no cores of their own.\n")
     for title, whys in (
         ("Not expected to be non-inferior", {m.name: m.reason for m in study.methods}),
         ("Not compared", {name: one.problem for name, one in found.items()}),
@@ -110,7 +110,7 @@ def in_wall_time(ends: Mapping[str, Sequence[Trained]]) -> str:
         others = " and ".join(f"`{name}`" for name in found.open)
         return (
             f"In wall time `{found.name}` takes the least seconds ({beside}), but the interval "
-            f"beside {others} holds 1: which reaches the target first is not shown."
+            f"next to {others} holds 1: which reaches the target first is not shown."
         )
     return f"In wall time `{found.name}` reaches the target first: {beside}."
 

@@ -61,7 +61,7 @@ class ConvergenceScenario(Model):
     world: int = Field(3, ge=1, le=64, description="number of ranks")
     backend: str = Field(
         "in_memory",
-        description="communication backend; in_memory: ranks are threads, and no seconds are told",
+        description="communication backend; in_memory: ranks are threads, and no seconds are given",
     )
     target: float = Field(gt=0, description="loss of the fixed batch")
     steps: int = Field(ge=1, le=100_000, description="who needs more misses the target")

@@ -40,7 +40,7 @@ _WORDS = {
     "joins": "{} joins",
     "splits": "agent {} alone killed",
     "freezes": "agent {} alone stopped",
-    "wakes": "agent {} goes on",
+    "wakes": "agent {} continues",
 }
 
 

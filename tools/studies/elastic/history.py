@@ -111,7 +111,7 @@ _SGD, _ADAMW = OptimizerSpec("sgd", clip_norm=0.05), OptimizerSpec("adamw", lr=0
 HISTORIES = (
     History(
         name="worker",
-        about="A worker is killed inside a step; its agent starts it anew.",
+        about="A worker is killed inside a step; its agent starts it again.",
         workload=_GPT,
         optimizer=_SGD,
         batch="local",
@@ -121,7 +121,7 @@ HISTORIES = (
     ),
     History(
         name="agent",
-        about="An agent and its worker are killed after an update that nobody has saved.",
+        about="An agent and its worker are killed after an update that no member has saved.",
         workload=_CNN,
         optimizer=_ADAMW,
         batch="local",

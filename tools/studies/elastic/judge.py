@@ -78,7 +78,7 @@ def committers(found: Sequence[Generation], steps: int, problems: list[str]) -> 
         elif saw or behind:
             groups.append((saw or last)[0])
         else:
-            problems.append(f"step {step}: committed by nobody")
+            problems.append(f"step {step}: committed by no member")
     return groups
 
 
