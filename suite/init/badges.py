@@ -15,18 +15,18 @@ from shardproof.errors import Problem, SelectionError
 def badges(
     run: options.Run = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FOLDER", help="where the badges go")
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="folder for the badges")
     ] = Path("badges"),
 ) -> None:
     """Draw a run's verdicts as SVG badges: strategy x backend x capability, and one overall.
 
     Files are named `reference-zero3_gloo_checkpoint.svg`; `overall.svg` counts every case once;
-    `badges.md` has all of them as Markdown to cut from. Green is only what was judged and
-    passed, every case of it; `working precision only` passed in that lane and nowhere else; `open`
+    `badges.md` has all of them as Markdown to copy from. A badge is green only if every case was
+    judged and passed; `working precision only` passed in that lane and nowhere else; `open`
     is undecided. Colours can be distinguished without seeing hues, and the words say the same.
 
-    Badges of before in FOLDER are replaced, other files stay. Ends with exit code 2, and draws
-    nothing, if the run is not what its manifest says, or was ended before all had a result.
+    Older badges in FOLDER are replaced, other files are kept. Ends with exit code 2, and draws
+    nothing, if the run does not match its manifest, or ended before all cases had a result.
 
     \b
     shardproof badges
@@ -42,7 +42,7 @@ def badges(
         require_unchanged(folder)
         found = read(folder)
         if found.gap:
-            why = "a run that has not come to its end has no badges"
+            why = "an unfinished run has no badges"
             raise SelectionError(Problem(why, found.gap, run or str(folder)))
         names = drawing.write(found, output)
     echo(f"{output}: {len(names)} badges, see {output / drawing.INDEX}")
