@@ -51,7 +51,7 @@ def decide(figures: Figures) -> Outcome:
 def _metrics(metrics: Mapping[str, float], truth: OracleStep) -> str:
     """The problem of one rank's metrics (``""``: nothing)."""
     if missing := [name for name in ("scale", "skipped") if name not in metrics]:
-        return f"its metrics lack {missing[0]!r}, which loss scaling must report"
+        return f"its metrics miss {missing[0]!r}, which loss scaling must report"
     if bool(metrics["skipped"]) != bool(truth.skipped):
         did = "skipped the update" if metrics["skipped"] else "made the update"
         return f"it {did}, the oracle did not"
