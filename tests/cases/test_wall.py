@@ -233,7 +233,7 @@ class Mine(ReferenceDDP):
 FORGERIES = {
     "no_outcome": (
         "outcome.write_whole = lambda file, text: Path(file).write_text('{}')",
-        "its account of its end cannot be read",
+        "its exit report cannot be read",
     ),
     "another_rank": (
         "outcome.RankOutcome.store = lambda self, file: Path(file).write_text("

@@ -116,7 +116,7 @@ def test_the_first_cause_is_told_and_not_what_follows_from_it() -> None:
 
 def test_ranks_that_differ_are_told_of_by_one_of_them_at_least() -> None:
     told = ComparisonRow(3, collectives.DIFFERS, "gather", "rank 1", 0.0, 0.0)
-    silent = replace(told, owner="rank 0", error=1.0, problem="nothing is raised")
+    silent = replace(told, owner="rank 0", error=1.0, problem="raised no error")
     records = [SimpleNamespace(calls=[silent]), SimpleNamespace(calls=[told])]
     assert collectives.measure(SimpleNamespace(records=records)) == [told]  # type: ignore[arg-type]
     assert collectives.measure(SimpleNamespace(records=records[:1])) == [silent]  # type: ignore[arg-type]

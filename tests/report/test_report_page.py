@@ -150,11 +150,11 @@ def test_both_forms_tell_the_same(full: Path, page: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "state", "says"),
     [
-        ({"cases": 20}, "held", "It held: "),
+        ({"cases": 20}, "held", "Nothing failed: "),
         ({"cases": 20, "failing": 1}, "broke", "1 of "),
         ({"cases": 20, "kills": 3, "survivors": 1}, "broke", "1 of 3 planted faults survive"),
         ({"cases": 0}, "open", "Nothing was judged."),
-        ({"cases": 20, "left_out": 2}, "held", "It held: "),
+        ({"cases": 20, "left_out": 2}, "held", "Nothing failed: "),
         ({"cases": 20, "left_out": 5}, "open", ", but 5 of "),
     ],
 )

@@ -367,7 +367,7 @@ def test_limits_of_aliases_depth_and_size() -> None:
     chain = "a0: &a0 1\n" + "".join(f"a{n}: &a{n} [[[[*a{n - 1}]]]]\n" for n in range(1, 20))
     assert "nested deeper" in refused(chain, load_text)
     assert "self-containing alias" in refused("x: &x [*x]", load_text)
-    assert "over 1 MiB" in refused("#" * (source.MAX_BYTES + 1), load_text)
+    assert "larger than 1 MiB" in refused("#" * (source.MAX_BYTES + 1), load_text)
     wide = "x: [" + "1," * 100_001 + "]"
     assert "over 100,000 nodes" in refused(wide, load_text)
 

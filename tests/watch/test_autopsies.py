@@ -90,7 +90,7 @@ def test_dumps_of_ranks_that_agree_decide_nothing(tmp_path: Path) -> None:
     for rank in range(3):
         dump(tmp_path, rank, entry(0, 1))
     done = here("watch", "--judge", str(tmp_path))
-    assert done.returncode == 3 and "all made the same calls" in done.stdout
+    assert done.returncode == 3 and "all ranks made the same calls" in done.stdout
 
 
 DIFFERENT = """\

@@ -264,7 +264,7 @@ class CommittedByTheFirst(ReferenceElastic):
 
 @mutant(
     "elastic_committed_without_a_vote",
-    says="died in it, and ranks 0,2 committed it",
+    says="died in it, yet ranks 0,2 committed it",
     killed_by=("membership", "equivalence"),
     deaths=(Death(1, 1, 5),),
 )
