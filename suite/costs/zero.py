@@ -382,7 +382,8 @@ class Zero3(CostModel):
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
         """Whole parameters in addition to the shards: at least root and largest unit, with the
-        units around it; at most also those gathered ahead, recomputed together or gathered unnecessarily.
+        units around it; at most also those gathered ahead, recomputed together or gathered
+        without need.
         """
         if phase not in ("forward", "backward") or self.facts.shards == 1:
             return {}
