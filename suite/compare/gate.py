@@ -134,7 +134,7 @@ class Gate:
             "not comparable": len(comparison.apart),
         }
         told = ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "passed")
-        share = f"{self.share:.0%} of the baseline's decided results are decided"
+        share = f"{self.share:.0%} decided of the baseline's decided results"
         if self.decided and not self.due:
             share = "the baseline decided none of them"
         return (

@@ -191,7 +191,7 @@ def test_one_node_has_less(tmp_path: Path) -> None:
         (["--cpus", "nan"], "'nan' is not a number of at least 0.05 cores"),
         (["--delay", "nan"], "--delay"),
         (["--memory", "900000g"], "'900000g' is more than the"),
-        (["--slow-node", "1:bandwidth=fast"], "'fast' is no rate"),
+        (["--slow-node", "1:bandwidth=fast"], "'fast' is not a rate"),
         (["--slow-node", "2:cpus=0.5"], "there is no node 2"),
         (["--slow-node", "0:cpus=0.5", "--nodes", "1"], "one node is not slower than others"),
     ],

@@ -82,7 +82,7 @@ HAND = {"RANK": "4", "WORLD_SIZE": "8", "MASTER_ADDR": "head"}
     ("changed", "says"),
     [
         ({"RANK": "8"}, "RANK=8 with WORLD_SIZE=8: ranks are 0 to 7"),
-        ({"RANK": "one"}, r"RANK is not a whole number from 0 \(one\) - mend RANK"),
+        ({"RANK": "one"}, r"RANK is not a whole number from 0 \(one\) - correct RANK"),
         ({"RANK": "-1"}, "RANK is not a whole number from 0"),
         ({"RANK": "1.0"}, "RANK is not a whole number"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is not a whole number from 1"),
@@ -115,7 +115,7 @@ def test_a_host_name_that_leads_to_the_loopback_is_seen(monkeypatch: pytest.Monk
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: answer)
     several = HAND | {"LOCAL_WORLD_SIZE": "4"}
-    with pytest.raises(LaunchError, match=r"resolves to the loopback .*\(head\) - mend /etc/hosts"):
+    with pytest.raises(LaunchError, match=r"resolves to the loopback .*\(head\) - fix /etc/hosts"):
         Place.find(several)
     assert Place.find(several | {"GLOO_SOCKET_IFNAME": "eth0"}).address == "head"
     assert Place.find(HAND).address == "head", "all eight may be on this machine"
@@ -156,7 +156,9 @@ def test_another_program_at_the_port_is_said_by_the_others(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(LaunchError, match=f"another program .* listens at 127.0.0.1:{port}"):
+        with pytest.raises(
+            LaunchError, match=f"a program that is not rank 0 listens at 127.0.0.1:{port}"
+        ):
             Place(1, 2, "127.0.0.1", port).store()
         for connection in kept:
             connection.close()

@@ -382,7 +382,7 @@ def test_the_share_is_of_what_the_baseline_decided_alone(gate: Judge) -> None:
     new = [made.result(made.case(n), n) for n in range(10)]
     late = {"kind": "left out", "id": old[10]["id"], "reason": "no room"}
     found = gate(old, [*new, late])
-    told = "10 results compared with old: 10 passed, 1 left out; 50% of the baseline's decided"
+    told = "10 results compared with old: 10 passed, 1 left out; 50% decided of the baseline's"
     assert told in found.sentence(), found.sentence()
     assert found.exit_code == verdicts.NOT_DECIDED
     found = gate(old[:9], new[:9])
@@ -402,12 +402,12 @@ def test_what_is_missing_or_not_comparable_was_not_decided_again(gate: Judge) ->
     found = gate(old, edited)
     assert found.exit_code == verdicts.NOT_DECIDED
     assert found.sentence().startswith("too little was decided (cases.coverage: 90%): 0 break, 3 ")
-    told = "1 results compared with old: 1 passed, 3 not comparable; 25% of the baseline's"
+    told = "1 results compared with old: 1 passed, 3 not comparable; 25% decided of the baseline's"
     assert told in found.sentence(), found.sentence()
 
     found = gate(old, old[:1], "cases: {missing: report}")
     assert found.exit_code == verdicts.NOT_DECIDED
-    told = "1 results compared with old: 1 passed, 3 missing; 25% of the baseline's"
+    told = "1 results compared with old: 1 passed, 3 missing; 25% decided of the baseline's"
     assert told in found.sentence(), found.sentence()
     assert gate(old, old[:1], "cases: {missing: report, coverage: 0.25}").exit_code == 0
 

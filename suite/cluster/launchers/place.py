@@ -122,7 +122,9 @@ class Place:
             if text.isascii() and text.isdigit() and least <= int(text) <= (most or int(text)):
                 return int(text)
             span = f"from {least}" + (f" to {most}" if most else "")
-            raise LaunchError(Problem(f"{name} is not a whole number {span}", f"mend {name}", text))
+            raise LaunchError(
+                Problem(f"{name} is not a whole number {span}", f"correct {name}", text)
+            )
 
         def optional(name: str, least: int) -> int | None:
             return number(name, least) if name in environment else None
