@@ -49,8 +49,7 @@ NOT_YET: dict[str, set[str]] = {
         "docs/bug-zoo.md",
     },
     "message": set(),
-    "docstring": {
-    },
+    "docstring": {},
 }
 
 
