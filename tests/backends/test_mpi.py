@@ -290,7 +290,9 @@ def test_asked_for_by_name_it_is_bad_input_where_it_cannot_run(
 ) -> None:
     chosen = [made_case("reference/ddp", {"replicate": 4}, backend="mpi")]
     monkeypatch.setattr(mpi_found, "problem", lambda: "MPI needs an mpirun, and there is none")
-    with pytest.raises(SelectionError, match=r"there is none \(--backend mpi\) - `shardproof doc"):
+    with pytest.raises(
+        SelectionError, match=r"there is none \(--backend mpi\) - run `shardproof doc"
+    ):
         run._require_backends(chosen, ["mpi"])
     run._require_backends(chosen, [])  # not asked for by name: skipped
     says = "There are not enough slots available in the system"

@@ -113,7 +113,7 @@ def test_options_of_collectives_belong_to_nothing_else(command: Any) -> None:
 
 
 def test_an_algorithm_that_cannot_serve_the_world_is_refused() -> None:
-    with pytest.raises(SelectionError, match="whole nodes"):
+    with pytest.raises(SelectionError, match="full nodes"):
         Request(world=6, algorithms=(own.HIERARCHICAL,), ranks_per_node=4).check()
     Request(world=6, algorithms=(own.HIERARCHICAL,), ranks_per_node=3).check()
 

@@ -35,7 +35,7 @@ EXPECTED = {
     "bad_implementations:RaisesInStep": ("crash", "the bucket has no elements"),
     "bad_implementations:ObservesNothing": ("fail", "never observed"),
     "bad_implementations:ReturnsNonsense": ("fail", "StepResult"),
-    "bad_implementations:ClaimsTooMuch": ("fail", "lacks"),
+    "bad_implementations:ClaimsTooMuch": ("fail", "without declaring"),
     "bad_implementations:UnknownStrategy": ("fail", "unknown strategy 'dpd'"),
     "bad_implementations:RefusesForNoReason": ("fail", "Refused: not today"),
     "bad_implementations:RefusesTheAxis": ("refused", "one rank on the axis 'replicate'"),

@@ -67,7 +67,11 @@ def test_a_factor_that_may_be_either_of_two_numbers_names_both() -> None:
     [
         ("the loss is 2 times too large", "every gradient is 2 times too large", True),
         ("the loss is 2 times too large", "every gradient is 3 times too large", False),
-        ("only the last micro-batch is in the loss", "it contains only the last micro-batch", True),
+        (
+            "the loss contains only the last micro-batch",
+            "it contains only the last micro-batch",
+            True,
+        ),
         ("the loss is 2 times too large", "it contains only the last micro-batch", False),
         ("this is the loss of the step before", "this is the gradient of the step before", True),
         (

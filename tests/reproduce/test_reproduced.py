@@ -165,7 +165,7 @@ def test_what_has_nothing_to_compare_anywhere_stands_beside(tmp_path: Path) -> N
     assert _words(outcomes) == ["beside"] * 3
     whys = [outcomes[each.lane].why for each in CASES]
     assert whys[0] == "was skipped: no GPU" and whys[1].startswith("a fault plan")
-    assert whys[2].startswith("was left out: no room")
+    assert whys[2].startswith("was left out: no time")
     assert reproduced.exit_code(list(outcomes.values())) == 3
 
 

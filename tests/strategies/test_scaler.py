@@ -87,7 +87,7 @@ FAULTS = {
     "KeepsScale": ("its scale was 1024, the oracle's 512",),
     "CountsSkipped": ("changed in step 1, which overflowed", "after_update optimizer"),
     "ForgetsScale": ("differs from the oracle",),
-    "TellsNothing": ("lack 'scale'",),
+    "TellsNothing": ("miss 'scale'",),
 }
 
 

@@ -284,7 +284,7 @@ def test_which_is_there_first_in_wall_time_is_said(
     )
     torn = said(timed(10, 20), timed(5, 10), timed(12, 6))
     assert f"`{names[1]}` takes the least seconds" in torn
-    assert f"the interval beside `{names[2]}` holds 1" in torn and "is not shown" in torn
+    assert f"the interval next to `{names[2]}` holds 1" in torn and "is not shown" in torn
     late = {names[0]: timed(10, 20), names[1]: timed(5, math.nan), names[2]: timed(30, 40)}
     found = soonest(late)
     assert found is not None and (found.name, list(found.beside)) == (names[0], [names[2]])

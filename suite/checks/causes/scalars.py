@@ -214,7 +214,7 @@ class _Losses:
 
     def _selections(self, losses: Losses) -> Tries:
         whole, last = _sum(losses), sum(own[-1] for own in losses if own)
-        yield last, "only the last micro-batch is in the loss"
+        yield last, "the loss contains only the last micro-batch"
         yield sum(own[0] for own in losses if own), "only the first micro-batch is in the loss"
         yield whole - last, "the last micro-batch is not in the loss"
         sizes = [[len(window) for window in batch.windows] for batch in self.batches]
