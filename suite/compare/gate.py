@@ -134,13 +134,14 @@ class Gate:
             "not comparable": len(comparison.apart),
         }
         told = ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "passed")
-        share = f"{self.share:.0%} decided of the baseline's decided results"
+        share = f"{self.share:.0%} of the results that the baseline decided are decided here"
         if self.decided and not self.due:
             share = "the baseline decided none of them"
         return (
             f"{head}: {counted['breaks']} break, {counted['reported']} reported, "
             f"{counted['excused']} excused; "
-            f"{self.compared} results compared with {comparison.before.name}: {told}; {share}"
+            f"{self.compared} results compared with baseline {comparison.before.name!r}: "
+            f"{told}; {share}"
         )
 
 
@@ -222,7 +223,7 @@ class _Judge:
                 yield from self._verdict(entry, old)
             elif old is not None and old.verdict == "holds" and entry.verdict != "holds":
                 # Whether a target is met hangs on the machine; `_ratios` judges the efficiency.
-                message = f"{entry.verdict}, holds in the baseline"
+                message = f"now {entry.verdict}, was holds in the baseline"
                 yield from _finding("report", "verdict", entry, message)
         yield from self._figures()
         yield from self._ratios()
@@ -235,11 +236,11 @@ class _Judge:
         yield from self._expected()
 
     def _verdict(self, entry: Entry, old: Entry | None) -> Iterator[GateFinding]:
-        level, grade, was = self.policy.level(entry.verdict), "", ""
+        level, grade, message = self.policy.level(entry.verdict), "", entry.verdict
         if old is not None and old.verdict != entry.verdict:
             grade = exact_figures.word(exact_figures.VERDICT, old.verdict, entry.verdict)
-            was = f", {old.verdict} in the baseline"
-        message = f"{entry.verdict}{was}" + (f": {entry.reason}" if entry.reason else "")
+            message = f"now {entry.verdict}, was {old.verdict} in the baseline"
+        message += f": {entry.reason}" if entry.reason else ""
         breaks = level == "break" or (level == "new" and grade == "worse")
         # Of several entries that expect it to break the one that lasts longest.
         matching = [e for e in self.policy.xfails if fnmatchcase(entry.id, e.cases)]

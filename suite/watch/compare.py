@@ -457,7 +457,8 @@ class Compared:
         tracked = self._compared(kind)
         names = some([described(tracked[number]) for number in differ], NAMED)
         values = {rank: all_sums[rank][differ[0]] for rank in ranks}
-        of = f"{len(differ)} of {len(tracked)} {'buffers' if kind == 'buffers' else 'parameters'}"
+        noun = {"buffers": "buffers", "gradients": "gradients", "optimizer state": "states"}
+        of = f"{len(differ)} of {len(tracked)} {noun.get(kind, 'parameters')}"
         when = self._since(kind)
         if kind == "buffers":
             when = "that no step changes: nothing made them equal"
@@ -465,8 +466,8 @@ class Compared:
             when = "before the first step: nothing made them equal"
         elif kind == "gradients" and self._were_equal():
             when += ", while parameters were still equal"
-        what = {"parameters": "parameters part", "initial parameters": "initial parameters differ"}
-        head = what.get(kind, f"{kind} differ" + "s" * (kind == "optimizer state"))
+        verb = {"parameters": "start to differ", "optimizer state": "differs"}
+        head = f"{kind} {verb.get(kind, 'differ')}"
         assumed = any(tracked[number].assumed for number in differ)
         sentence = f"{head} {when}: {odd(values)} ({of}: {names})"
         self._tell(kind, sentence, assumed=assumed)

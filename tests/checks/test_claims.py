@@ -34,7 +34,10 @@ def test_a_claim_stands_before_the_numbers(line: str, claim: str | None) -> None
     [
         (f"equivalence: every gradient is 3 times too small (3 = ranks): {END}", "exact"),
         (f"equivalence: every gradient is 2 times too small: {END}", "wrong"),
-        (f"equivalence: it contains only the last micro-batch: {END}\nnorm: is wrong", "wrong"),
+        (
+            f"equivalence: the gradient contains only the last micro-batch: {END}\nnorm: is wrong",
+            "wrong",
+        ),
         (f"equivalence: only the part of 'w' on rank 1 is wrong: {END}", "vague"),
         (f"equivalence: {END}", "vague"),
     ],

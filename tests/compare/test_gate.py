@@ -39,7 +39,10 @@ def test_a_gate_with_most_cases_left_out_does_not_hold(gate: Judge) -> None:
     found = gate(lines, [*lines[3:], *late])
     assert found.exit_code == 3
     assert found.sentence().startswith("too little was decided (cases.coverage: 90%): 0 break")
-    assert "17 results compared with old: 17 passed, 3 left out; 85% decided" in found.sentence()
+    assert (
+        "17 results compared with baseline 'old': 17 passed, 3 left out; 85% of the results"
+        in found.sentence()
+    )
     assert gate(lines, [*lines[3:], *late], "cases: {coverage: 0.85}").exit_code == 0
     assert gate(lines, [*lines[2:], *late[:2]]).exit_code == 0
     kills = [made.kill(f"fault{number}") for number in range(9)]
@@ -362,7 +365,10 @@ def test_a_run_that_decides_nothing_does_not_hold(gate: Judge) -> None:
     assert states(found) == [("reported", "left out")]
     assert found.exit_code == verdicts.NOT_DECIDED
     assert found.sentence().startswith("nothing was decided: ")
-    assert "with old: 0 passed, 1 skipped, 1 left out; 0% decided of" in found.sentence()
+    assert (
+        "with baseline 'old': 0 passed, 1 skipped, 1 left out; 0% of the results"
+        in found.sentence()
+    )
 
 
 def test_the_headline_tells_passed_failed_undecided_and_skipped_apart(gate: Judge) -> None:
@@ -373,7 +379,7 @@ def test_the_headline_tells_passed_failed_undecided_and_skipped_apart(gate: Judg
     found = gate(old, [*new, late])
     told = found.sentence()
     counts = "1 passed, 1 xfailed, 2 failed, 1 undecided, 3 skipped, 1 left out"
-    assert f"8 results compared with old: {counts}; 57% decided" in told, told
+    assert f"8 results compared with baseline 'old': {counts}; 57% of the results" in told, told
 
 
 def test_the_share_is_of_what_the_baseline_decided_alone(gate: Judge) -> None:
@@ -382,7 +388,7 @@ def test_the_share_is_of_what_the_baseline_decided_alone(gate: Judge) -> None:
     new = [made.result(made.case(n), n) for n in range(10)]
     late = {"kind": "left out", "id": old[10]["id"], "reason": "no room"}
     found = gate(old, [*new, late])
-    told = "10 results compared with old: 10 passed, 1 left out; 50% decided of the baseline's"
+    told = "10 results compared with baseline 'old': 10 passed, 1 left out; 50% of the results"
     assert told in found.sentence(), found.sentence()
     assert found.exit_code == verdicts.NOT_DECIDED
     found = gate(old[:9], new[:9])
@@ -402,12 +408,12 @@ def test_what_is_missing_or_not_comparable_was_not_decided_again(gate: Judge) ->
     found = gate(old, edited)
     assert found.exit_code == verdicts.NOT_DECIDED
     assert found.sentence().startswith("too little was decided (cases.coverage: 90%): 0 break, 3 ")
-    told = "1 results compared with old: 1 passed, 3 not comparable; 25% decided of the baseline's"
+    told = "1 results compared with baseline 'old': 1 passed, 3 not comparable; 25% of the results"
     assert told in found.sentence(), found.sentence()
 
     found = gate(old, old[:1], "cases: {missing: report}")
     assert found.exit_code == verdicts.NOT_DECIDED
-    told = "1 results compared with old: 1 passed, 3 missing; 25% decided of the baseline's"
+    told = "1 results compared with baseline 'old': 1 passed, 3 missing; 25% of the results"
     assert told in found.sentence(), found.sentence()
     assert gate(old, old[:1], "cases: {missing: report, coverage: 0.25}").exit_code == 0
 

@@ -129,7 +129,7 @@ def test_ranks_without_an_end_are_no_pass(ends: list[End]) -> None:
 
 
 def test_all_forms_of_the_report_say_the_same() -> None:
-    odd = "parameters part <b>\x1b[2J"
+    odd = "parameters start to differ <b>\x1b[2J"
     broken = Finding("parameters", odd, step=5)
     report = Report(decide(both(broken, world=3), [], {}))
     for form in (text(report), document(report), html(report)):

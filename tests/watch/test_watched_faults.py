@@ -111,7 +111,7 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         CLEAN,
         "gradients",
         r"gradients differ at step 5, while parameters were still equal: .*"
-        r"1 of 4 parameters: 2\.bias \[4\]",
+        r"1 of 4 gradients: 2\.bias \[4\]",
     ),
     "one_rank_loses_its_momentum": (
         [
@@ -122,7 +122,7 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         ],
         CLEAN,
         "optimizer state",
-        r"optimizer state differs at step 6: rank 0 and rank 1 \(4 of 4 parameters",
+        r"optimizer state differs at step 6: rank 0 and rank 1 \(4 of 4 states",
     ),
     "one_rank_calls_another_collective": (
         [
@@ -166,7 +166,8 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         ],
         CLEAN,
         "parameters",
-        r"parameters part at step 6: rank 0 and rank 1 \(1 of 4 parameters: 2\.bias \[4\]\)",
+        r"parameters start to differ at step 6: rank 0 and rank 1 "
+        r"\(1 of 4 parameters: 2\.bias \[4\]\)",
     ),
     "one_rank_is_stopped": (
         [
@@ -288,7 +289,7 @@ PLANTED = {
         *("parts_when_one_rank_stops_reducing", "one_rank_changes_its_gradient")
     },
     "optimizer state differs (momentum lost on a rank)": {"one_rank_loses_its_momentum"},
-    "parameters part": {"one_rank_changes_a_parameter"},
+    "parameters start to differ": {"one_rank_changes_a_parameter"},
     "learning rates and other hyperparameters differ": {"one_rank_has_another_learning_rate"},
     "values that are not finite": {"a_gradient_is_not_finite"},
     "collectives of another order or shape": {

@@ -241,7 +241,7 @@ def said(
     if before and not any(values):
         times = "" if close(before, 1.0) else f", {before:.4g} times"
         return f"this is the gradient of the step before{times}"
-    also = f"it contains that of the step before {before:.4g} times" if before else ""
+    also = f"the gradient contains that of the step before {before:.4g} times" if before else ""
     if all(close(value, 1.0) for value in values):
         return also
     cause = _of_parts(filled, known or {}, 10.0 ** (1 - digits))
@@ -258,7 +258,7 @@ def _of_parts(rows: Sequence[Sequence[float]], known: Mapping[str, float], withi
         return _by("data coordinate", [row[0] for row in rows if row])
     for one, which in ((-1, "last"), (0, "first")):
         if all(close(v, at == one % len(row)) for row in rows for at, v in enumerate(row)):
-            return f"it contains only the {which} micro-batch"
+            return f"the gradient contains only the {which} micro-batch"
     columns = [[row[at] for row in rows if at < len(row)] for at in range(max(map(len, rows)))]
     if all(close(value, column[0]) for column in columns for value in column):
         return _by("micro-batch", [column[0] for column in columns])
@@ -317,7 +317,8 @@ def same_of_loss(loss: str, gradients: str) -> bool:
     if by_weight and "every gradient" not in gradients:
         return True  # other weights of micro-batches: the fit tells how often each is counted
     whole = [("the loss of", "the share of"), ("the gradient of", "the share of")]
-    for words, plain in (*whole, ("every gradient", "it"), ("the loss", "it")):
+    it = [(words, "it") for words in ("every gradient", "the gradient", "the loss")]
+    for words, plain in (*whole, *it):
         loss, gradients = loss.replace(words, plain), gradients.replace(words, plain)
     return gradients.removesuffix(": it was not reduced") == loss
 
