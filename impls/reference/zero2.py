@@ -119,7 +119,7 @@ class Zero2(ShardedUpdate):
 
     def send(self, bucket: OwnedBucket) -> None:  # [3]
         """Reduce into this rank's shard."""
-        # The wait comes first, or whole gradients of a fourth bucket could be alive.
+        # The wait comes first: without it a fourth bucket could hold whole gradients (see Cost).
         self.wait_and_accumulate()
         parameters = bucket.parameters
         sums = torch.empty_like(parameters.shard, dtype=parameters.gradient_dtype)
@@ -134,7 +134,7 @@ class Zero2(ShardedUpdate):
             if bucket in self.kept:
                 self.kept[bucket] += sums
             else:
-                self.kept[bucket] = sums  # the first round's need no memory but their own
+                self.kept[bucket] = sums  # the first round: keep this tensor, no copy
             bucket.release()  # only now: until here the reduction was reading them
             bucket.work = None
         self.sums.clear()
