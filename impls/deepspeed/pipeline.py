@@ -343,7 +343,7 @@ class DeepSpeedPipeline(Saves):
 
 
 def _elsewhere(tensor: Tensor) -> Tensor:
-    """A layer of another rank."""
+    """A layer that a different rank holds."""
     raise RuntimeError("this stage lies on another rank")
 
 

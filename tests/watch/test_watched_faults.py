@@ -292,7 +292,7 @@ PLANTED = {
     "parameters start to differ": {"one_rank_changes_a_parameter"},
     "learning rates and other hyperparameters differ": {"one_rank_has_another_learning_rate"},
     "values that are not finite": {"a_gradient_is_not_finite"},
-    "collectives of another order or shape": {
+    "collectives whose order or shape differs between ranks": {
         *("one_rank_calls_another_collective", "one_rank_calls_in_another_order")
     },
     "a rank dies, raises, stops or waits for ever": {

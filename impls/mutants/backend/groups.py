@@ -63,7 +63,7 @@ class _GlobalRoot(FaultyGroup):
 
 @mutant("backend_group_ranks_are_global", says="the part of rank", **of("scatter"))
 class GroupRanksAreGlobal(Faulty):
-    """In a sub-group, parts are ordered by another numbering of the ranks."""
+    """In a sub-group, parts are ordered by a different numbering of the ranks."""
 
     group_kind = _GlobalRoot
 

@@ -162,7 +162,7 @@ class _TakesNeighbour(ByAlgorithm):
     mesh={"shard": 3},
 )
 class GatherPutsShardsOnePlaceOn(ReferenceZero1):
-    """Gathered shards are shifted by one rank, so parameters get values of other shards."""
+    """Gathered shards are shifted by one rank, so parameters get values of the wrong shards."""
 
     def make_reducer(self) -> Reducer:
         return _Shifted(_chosen(super().make_reducer()))

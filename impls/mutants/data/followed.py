@@ -88,7 +88,7 @@ class MovesWhenSkipped(ReferenceDDP):
     checkpoint=CheckpointPlan(save_at=2, into={"mesh": {"shard": 2}}),
 )
 class RestartsElsewhere(ReferenceFSDP):
-    """On another mesh, the average starts again from the loaded parameters."""
+    """On a different mesh, the average starts again from the loaded parameters."""
 
     @torch.no_grad()
     def load(self, path: Path) -> Mapping[str, Any]:

@@ -460,7 +460,7 @@ class AccumulatesInDescendingOrder(ReferencePipeline):
     killed_by=("equivalence",),
 )
 class WeightsMoveDuringTheFlush(Executor):
-    """After its first backward, a stage uses other weights."""
+    """After its first backward, a stage uses different weights."""
 
     def backward(self, action: Action) -> None:
         super().backward(action)

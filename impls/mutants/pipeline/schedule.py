@@ -167,7 +167,7 @@ def in_turn(rank: int, micro_batches: int, warm_up: int) -> list[Action]:
 
 
 class OtherWarmUp(ReferencePipeline):
-    """1F1B with another number of warm-up forwards."""
+    """1F1B with a wrong number of warm-up forwards."""
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:

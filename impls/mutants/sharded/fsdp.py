@@ -108,7 +108,7 @@ class UntiesWeight(ReferenceZero3):
     workload=deep_gpt("unequal_micro_batches"),
 )
 class IdleRanksCountOtherwise(Zero3):
-    """A rank without work sends the shard of another unit of equal size."""
+    """A rank without work sends the shard of a different unit of equal size."""
 
     def idle_rounds(self) -> None:
         self.units[1], self.units[2] = self.units[2], self.units[1]

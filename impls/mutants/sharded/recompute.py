@@ -38,7 +38,7 @@ mutant = declare.family(ReferenceZero3, mesh={"shard": 2}, options=AGAIN)
     workload=gpt("dropout_stateful"),
 )
 class DrawsFreshMasks(Call):
-    """Dropout draws other masks in the recomputed forward."""
+    """Dropout draws different masks in the recomputed forward."""
 
     def repeat(self) -> None:
         # The same foreign state for every call: other masks, but no two runs differ.

@@ -38,7 +38,7 @@ class NormOfOwnStage(Hybrid):
     workload=gpt("incomplete_window", micro_batches=4, windows=2),
 )
 class LosesEarlierWindows(Hybrid):
-    """A window of another size drops the gradients of earlier windows, as torch's first call
+    """A window of a different size drops the gradients of earlier windows, as torch's first call
     does.
     """
 

@@ -105,7 +105,7 @@ class ClearsBetweenWindows(Pipelining):
 
 @mutant("torch_pipeline_norm_of_own_stages", says="holds itself", zoo=("O02", "H11"), **NORM)
 class NormOfOwnStages(Pipelining):
-    """The norm is that of this rank's stages, so every rank clips by another factor."""
+    """The norm is that of this rank's stages, so every rank clips by a different factor."""
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return torch.nn.utils.get_total_norm(list(gradients), foreach=False)

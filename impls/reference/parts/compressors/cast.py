@@ -1,4 +1,4 @@
-"""Cast compression: values in another dtype.
+"""Cast compression: values in a narrower dtype.
 
 Problem.  Gradients are noisy, and half of their bits tell nothing that training needs.  So they are
 sent in fp16 or bf16, and nothing else changes.
