@@ -294,7 +294,7 @@ class ShufflesTheRestByIndex(Sampler):
     **of(**MORE),
 )
 class OrdersByTheNumberOfRanks(Sampler):
-    """A different number of ranks makes a different permutation, of which the same length is skipped."""
+    """The permutation depends on the number of ranks, but the same length of it is skipped."""
 
     def order(self, epoch: int) -> list[int]:
         return permutation(self.spec.samples, 1000 * self.spec.world + 10 * epoch + self.spec.seed)
@@ -358,7 +358,7 @@ class TellsItsRank(Sampler):
     **of(tail="drop", resume_at=99, into=2),
 )
 class GivesWhatWasDropped(Sampler):
-    """A finished epoch continues after a change of world size with the samples that were dropped."""
+    """After a change of world size, a finished epoch continues with the samples it dropped."""
 
     def state(self, taken: int) -> Mapping[str, Any]:
         whole = self.spec.samples // self.spec.world

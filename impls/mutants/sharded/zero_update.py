@@ -130,7 +130,7 @@ class DecayToWrongGroup(Zero2):
     optimizer=GROUPS,
 )
 class GroupOrderByRank(Zero2):
-    """One rank lists its groups in a different order, and hyperparameters are assigned by position."""
+    """One rank reorders its groups, and hyperparameters are assigned by position."""
 
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         groups = super().param_groups(spec)

@@ -1,4 +1,4 @@
-"""Masters: copies of a strategy's tensors in a different dtype or place, which the optimizer updates.
+"""Masters: copies of tensors in a different dtype or place, which the optimizer updates.
 
 Problem.  A bf16 parameter of size 1 cannot take a step smaller than 1/256, so updates at a usual
 learning rate are rounded away.  Forward and backward therefore compute with narrow tensors, and the
