@@ -7,7 +7,7 @@
              end of the last backward        one flat bucket of 500 million elements is all-reduced
              engine.step()                   norm (agreed by one number), clip, update
 
-Cost: 2 (N-1) trainable bytes a step over all ranks, as ``naive_ddp``, and 2 (N-1) of one fp32
+Cost: 2 (N-1) trainable bytes per step over all ranks, as ``naive_ddp``, and 2 (N-1) of one fp32
 number more where gradients are clipped: ``clip_grad_norm_`` averages the norm over the ranks
 (``deepspeed/runtime/utils.py``).  Numbers: the mean over ranks of losses times N; the division is
 a multiplication by fp32's 1/N (``engine.py``, ``allreduce_bucket``).

@@ -13,7 +13,7 @@
 Two compensations: DDP divides by N, so the loss is multiplied by N (for N = 2 both are exact); and
 it broadcasts from rank 0 in its constructor, so rank 0 loads the initial state before.
 
-Cost: as ``reference/ddp``: 2 (N-1) trainable bytes + (N-1) float buffer bytes a step, all ranks.
+Cost: as ``reference/ddp``: 2 (N-1) trainable bytes + (N-1) float buffer bytes per step, all ranks.
 Numbers: the plain sum over ranks, in the backend's order.
 Left out: communication hooks, ``join``, mixed precision (a private option).
 """

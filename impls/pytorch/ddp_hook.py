@@ -4,7 +4,7 @@
 
 ``hook`` is ``package.module:name`` of a function ``hook(state, bucket) -> Future[Tensor]``, as
 ``register_comm_hook`` takes it.  ``state`` is the path of a function that makes its first argument
-of the process group, once a rank; unless given, the state is the process group, which torch's own
+of the process group, once per rank; unless given, the state is the process group, which torch's own
 hooks take.
 
 DDP multiplies no gradient where a hook is registered: the hook divides by N itself.  The loss is

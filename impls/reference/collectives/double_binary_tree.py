@@ -32,7 +32,7 @@ Cost.  In tree i, which carries h_i of the n elements (h_0 = ceil(n/2), h_1 = fl
 S_i = ceil(h_i / PIECE) pieces, a rank sends to its parent, if it has one, and to each of its
 children: h_i elements in S_i messages each time.  D = floor(lg N); rounds 2D + S_0 - 1 (0 if n = 0
 or N = 1).  Over all ranks 2 (N - 1) n elements.  Sanders, Speck and Traeff (2009), Two-tree
-algorithms for full bandwidth broadcast, reduction and scan: 2n elements a rank on average, while
+algorithms for full bandwidth broadcast, reduction and scan: 2n elements per rank on average, while
 all links work in both directions, at a latency that grows with lg N.  A single tree would send n
 from a leaf and up to 3n from an inner node.
 Numbers: every sum is made once, at a root, and then copied: equal bits on all ranks.

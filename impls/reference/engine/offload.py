@@ -19,7 +19,7 @@ rest, and be updated, in host memory; the device keeps what forward and backward
                copy_ casts on the host)
 
 Cost: bytes copied a step and rank, over the elements that it updates: gradients down + parameters
-up (2 + 2 bytes an element in bf16: ZeRO-Offload, section 4.1).  They are no network traffic.  The
+up (2 + 2 bytes per element in bf16: ZeRO-Offload, section 4.1).  They are no network traffic.  The
 host holds masters, gradients and state of those elements.
 Numbers: the optimizer does the same operations on the same values.
 Left out: copying gradients bucket by bucket during backward, an update that overlaps with copies,

@@ -24,7 +24,7 @@ as in torch.)
                                  compute 1, free 1; gather 3 | compute 2, free 2 ...  root stays
              backward            gather 3 | gather 2 | compute 3, free 3, reduce 3; gather 1 |
                                  compute 2, free 2, wait 3, add to its shard, reduce 2 ...
-             last round          a reduced shard goes on to the replicas, one all-reduce a unit
+             last round          a reduced shard goes on to the replicas, one all-reduce per unit
              finish              rounds that other ranks still have, with zeros; who used what
              clip, update        own shards only; the norm is a sum over the shard axis
 
@@ -46,7 +46,7 @@ elements: p bytes in ``precision.parameters``, g in ``precision.reduce`` (0 if f
     gathers, forward      m R (F-1) p           once a step for SHARD_GRAD_OP without communication
     gathers, backward     m R (F-1) p           of the root: 0 (it stays); of all, if kept whole: 0;
                                                 with an integer k: m (RF/k) (k-1) p
-    reductions            m R (F-1) g           once a step without communication
+    reductions            m R (F-1) g           once per step without communication
     replicas              2 (R-1) g             F shards of g/F bytes; once a step, for NO_SHARD too
 
 so FULL_SHARD moves 3 (F-1)/F and HYBRID_SHARD besides 2 (R-1)/R of a shard a rank (FSDP, section

@@ -22,7 +22,7 @@ The second page is ``executor.py``, the loop that runs any schedule; then ``stag
 model is cut, what stages share), ``schedules.py`` (the orders themselves), and, for zero bubble,
 ``split_backward.py``.  ``messages.py`` and ``schedule_option.py`` can wait.
 
-Cost: floating-point bytes a step: for each micro-batch and boundary between ranks one activation
+Cost: floating-point bytes per step: for each micro-batch and boundary between ranks one activation
 and one gradient, b s h elements each (GPipe, arXiv 1811.06965, section 2.3; Narayanan et al., arXiv
 2104.04473, section 2.2); for a tensor tied over ranks one gradient from each of them to each other.
 With clipping one float64 is all-reduced.  Memory of state: that of the rank's stages; of

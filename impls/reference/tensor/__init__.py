@@ -92,7 +92,7 @@ class Options(Saved):
 
     ``loss_parallel``: the loss is computed from logits that stay split (``None``: if it is a
     cross-entropy).  ``sum_each_backward``: gradients of which each rank has a term are summed in
-    every backward, for a strategy that takes them from there; else once a step.
+    every backward, for a strategy that takes them from there; else once per step.
     """
 
     sequence_parallel: bool = False

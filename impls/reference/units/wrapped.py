@@ -143,7 +143,7 @@ class WrappedModel(ShardedModel, Listener):
         for unit, is_last in self.in_flight:
             for flat in unit.trained:
                 flat.gradients.wait_and_accumulate()
-                # Not before: sums of a single round would go over the replicas once a round.
+                # Not before: sums of a single round would go over the replicas once per round.
                 if is_last:
                     self.reduce_over_replicas(flat)
         self.in_flight.clear()

@@ -10,9 +10,9 @@ sent in fp16 or bf16, and nothing else changes.
             wait    [2] the sum, rounded once more, replaces the gradients
     reduce_scatter  [3] the same, but a rank keeps the wide sum of its shard: nothing is sent back
 
-Cost: bytes sent, over all N ranks and b bytes an element: 2 (N-1) b n for an all-reduce, (N-1) b n
+Cost: bytes sent, over all N ranks and b bytes per element: 2 (N-1) b n for an all-reduce, (N-1) b n
 padded for a reduce-scatter: half of fp32's (torch, default_hooks.py, fp16_compress_hook).
-Memory: with feedback n elements a rank.
+Memory: with feedback n elements per rank.
 Numbers: every rank's values rounded to ``dtype``, added in the gradients' own, the sum rounded once
 where it is sent back.  The dtype that gradients have: the backend's own sum, bit for bit.
 Left out: scaling against overflow (torch's hook divides by N before it rounds); feedback of what is

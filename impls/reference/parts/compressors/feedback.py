@@ -18,7 +18,7 @@ Residuals are found by the parameter's name: buckets are laid out anew, tensors 
 Another number of ranks goes on from all of them: rank q of Q takes those of q, q + Q, ... together,
 so that their sum, which is what training still owes, stays.
 
-Cost: n elements a rank, whatever the strategy shards.
+Cost: n elements per rank, whatever the strategy shards.
 Numbers: sent + residual = gradient + old residual; bit for bit where a residual is what is left
 after setting to zero, or a difference without rounding.
 Source: Karimireddy et al., arXiv 1901.09847, algorithm 2; Stich et al., arXiv 1809.07599.

@@ -15,7 +15,7 @@ compressed a second time; the server remembers what that lost, as each worker do
 
 Cost: bytes sent, over all N ranks: 2 (N-1) B for B = n/8 bytes, rounded up for each parameter, and
 2 (N-1) N magnitudes for each parameter: 1/32 of fp32 (Tang et al., arXiv 2102.02888, section 3 and
-figure 3; DeepSpeed, comm/nccl.py).  Memory: n + n/N elements a rank.
+figure 3; DeepSpeed, comm/nccl.py).  Memory: n + n/N elements per rank.
 Numbers: sent + residual = gradient + old residual on the worker's side, and on the server's
 answer + residual = sum + old residual, both to rounding.
 Left out: the rest of 1-bit Adam (a dense start, after which the variance stays as it is, and

@@ -19,7 +19,7 @@ than its n1 n2 elements, and what is no matrix, is summed as it is.
 
 Cost: elements sent, over all N ranks: 2 (N-1) (r (n1 + n2) of each matrix + the rest), in two
 all-reduces (Vogels et al., arXiv 1905.13727, algorithm 1; a ring's volume: ZeRO, arXiv 1910.02054,
-section VII-A).  Memory: n1 n2 + r n2 elements a rank for each matrix.
+section VII-A).  Memory: n1 n2 + r n2 elements per rank for each matrix.
 Numbers: linear in the gradients of the ranks; exact to rounding if r is at least the rank of the
 summed matrix.  sent + residual = gradient + old residual to rounding.
 Left out: low rank of batched tensors; a dense start (torch's start_powerSGD_iter); sums in a

@@ -13,7 +13,7 @@ elements these are is drawn anew in every step, from a seed; in the long run all
 
 Cost: k = density n elements, rounded up for each parameter, of b bytes; bytes sent, over all N
 ranks: 2 (N-1) b k (Stich et al., arXiv 1809.07599, section 2; the volume is a ring's: ZeRO, arXiv
-1910.02054, section VII-A).  Memory: with feedback n elements a rank.
+1910.02054, section VII-A).  Memory: with feedback n elements per rank.
 Numbers: without feedback the expectation over masks is the plain sum: each element is sent with
 probability k/n, times n/k.  With feedback values are sent as they are, for the rest comes later.
 Density 1 is no compression.  In a narrower ``dtype`` as exchange.py says.

@@ -15,7 +15,7 @@ everybody gets everybody's values and indices, and adds them up.
 Cost: k = density n elements, rounded up for each parameter, of b bytes, and 4 bytes for each index.
 Bytes sent, over all N ranks: (N-1) N k (b + 4), where a dense ring sends 2 (N-1) b n; so in fp32 it
 pays off only if density < 1/N (Aji and Heafield, arXiv 1704.05021; Lin et al., arXiv 1712.01887,
-section 3).  Memory: n elements a rank, with feedback.
+section 3).  Memory: n elements per rank, with feedback.
 Numbers: the sum of what is sent, added in the order of ranks.  Density 1 is no compression.
 Left out: momentum correction and warm-up of Deep Gradient Compression; thresholds of sampled
 elements; one choice over all parameters together.
