@@ -1,1 +1,1 @@
-"""``shardproof bench``: compare two implementations on this machine, or one rank with many."""
+"""``shardproof bench``: compare two implementations on this machine, or one rank against many."""

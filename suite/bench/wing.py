@@ -56,7 +56,7 @@ class OnNodes(NodeCommand):
     help = """Time ranks in containers: `shardproof bench`, with its options.
 
     \b
-    shardproof cluster bench reference/ddp pytorch/ddp          2 nodes of a rank
+    shardproof cluster bench reference/ddp pytorch/ddp          2 nodes with 1 rank each
     shardproof cluster bench strong --world 2 --bandwidth 100mbit
     shardproof cluster bench collectives --nodes 2 --ranks-per-node 2
     shardproof cluster bench cluster-strong                     efficiency by bandwidth
@@ -75,9 +75,7 @@ class OnNodes(NodeCommand):
 class Bench(Wing):
     """Times of pairs of implementations, of more and more ranks, of collectives."""
 
-    examples = (
-        "shardproof bench reference/ddp pytorch/ddp --size 20m      compare speed on this machine",
-    )
+    examples = ("shardproof bench reference/ddp pytorch/ddp       compare speed on this machine",)
     line_kinds = PAIRS, CELLS, COLLECTIVES, REPORT
     file_kinds = (
         FileKind("speed", "pairs", *_COMMAND, _speed, _pairs_in),

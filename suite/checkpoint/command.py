@@ -24,11 +24,11 @@ checkpoints = typer.Typer(
     shardproof checkpoint diff PATH OTHER       differences between two checkpoints
     shardproof checkpoint convert PATH FOLDER --to full
 
-    PATH is a checkpoint, or the folder of several: the newest of them.
+    PATH is a checkpoint, or a folder of checkpoints, of which the newest is used.
     """,
 )
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder of several (the newest)")
+    Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder (its newest is used)")
 ]
 
 

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 class Checkpoints(Wing):
     """Checkpoints as files; no case is judged by them."""
 
-    examples = (
-        "shardproof checkpoint verify PATH                          check a checkpoint's bytes",
-    )
+    examples = ("shardproof checkpoint verify PATH                check a checkpoint's bytes",)
 
     def add_commands(self, app: typer.Typer) -> None:
         """Add ``checkpoint``."""

@@ -25,13 +25,13 @@ clusters = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="""Run on containers of this machine as nodes: docs/containers.md.
+    help="""Run in containers of this machine that act as nodes: docs/containers.md.
 
     \b
-    shardproof cluster run ddp-gpt --nodes 2                     cases, with ranks on two nodes
-    shardproof cluster bench strong --bandwidth 100mbit          times, over a slow network
-    shardproof cluster build                                     the images alone
-    shardproof cluster clean                                     remove leftovers of killed runs
+    shardproof cluster run ddp-gpt --nodes 2               ranks on two nodes
+    shardproof cluster bench strong --bandwidth 100mbit    over a slow network
+    shardproof cluster build                               the images alone
+    shardproof cluster clean                               remove leftovers
     """,
 )
 
@@ -54,10 +54,10 @@ def run(
     """Run cases with ranks in containers, and judge them: `shardproof run`, with its options.
 
     \b
-    shardproof cluster run                                      no word: the quick matrix
-    shardproof cluster run ddp-gpt                              2 nodes of 2 ranks
+    shardproof cluster run                                      the quick matrix
+    shardproof cluster run ddp-gpt                              2 nodes with 2 ranks each
     shardproof cluster run zero --nodes 4 --ranks-per-node 1
-    shardproof cluster run ddp-gpt --impl mine:MyDDP            a class of your own
+    shardproof cluster run ddp-gpt --impl mine:MyDDP            your own class
     shardproof cluster run my.yaml --cpus 0.5 --memory 2g       capped nodes
     shardproof cluster run ddp-gpt --bandwidth 100mbit          a slow network between nodes
     shardproof cluster run ddp-gpt --backend mpi                Open MPI over the nodes

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 class Cluster(Wing):
     """Ranks on machines of their own: containers, nodes of other launchers, a Ray cluster."""
 
-    examples = (
-        "shardproof cluster run ddp-gpt --nodes 2                   on containers as nodes",
-    )
+    examples = ("shardproof cluster run ddp-gpt --nodes 2         containers act as nodes",)
 
     def add_commands(self, app: typer.Typer) -> None:
         """Add ``cluster``."""
@@ -29,7 +27,7 @@ class Cluster(Wing):
         app.add_typer(
             command.clusters,
             name="cluster",
-            short_help="Run on containers of this machine as nodes.",
+            short_help="Run in containers of this machine that act as nodes.",
         )
 
     def nodes(self, facts: Mapping[str, Any]) -> Nodes:

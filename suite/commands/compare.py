@@ -34,7 +34,7 @@ class ShownOptions:
     form: Form = option("table", "--format", help="form of the output")
     as_json: bool = option(False, "--json", help="the same as --format json")
     by: By | None = option(
-        None, "--by", help="rows by strategy or backend; hardware: a column a machine"
+        None, "--by", help="rows by strategy or backend; hardware: one column for each machine"
     )
     only_changed: bool = option(False, "--only-changed", help="hide equal and undecided rows")
     save: Path | None = output_option("--save", "write the runs as one baseline")
@@ -62,7 +62,9 @@ class ShownOptions:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN RUN...", help="runs, baselines, bundles; first the reference"),
+        typer.Argument(
+            metavar="RUN RUN...", help="runs, baselines or bundles; the first is the reference"
+        ),
     ],
     *,
     shown: ShownOptions,
@@ -73,12 +75,13 @@ def compare(
     shardproof compare 20260102-030405 20260103-040506
     shardproof compare results/baselines/cpu.json RUN --only-changed
     shardproof compare RUN RUN RUN --by strategy --format markdown
-    shardproof compare RUN RUN --save results/baselines/cpu.json      a baseline of both
-    shardproof compare results/baselines/*.json --by hardware --into results/README.md
+    shardproof compare RUN RUN --save results/baselines/cpu.json   one baseline
+    shardproof compare results/baselines/*.json --by hardware --into README.md
 
-    Compares results with equal id, version of suite and torch, cell and data set. Exact
-    figures (verdicts, bytes, calls, memory) have tolerance 0. Times are ratios that each run
-    measured by itself, with Welch's interval of their difference; seconds are never compared.
+    Two results are compared if they have the same id, suite, torch, configuration and data set.
+    Exact figures (verdicts, bytes, calls, memory) have tolerance 0. Seconds are never compared:
+    each run measures ratios of times, and `compare` shows the difference of two ratios with its
+    95 % interval (Welch).
 
     Exit codes: 0 compared, whatever differs (`gate` judges); 2 bad input; 3 nothing is comparable.
     """
@@ -147,7 +150,7 @@ class Outputs:
     """The places for findings of `gate` other than the terminal."""
 
     summary: Path | None = output_option("--summary", "write a Markdown summary there")
-    append: bool = option(False, "--append", help="--summary adds to FILE in place of replacing it")
+    append: bool = option(False, "--append", help="let --summary add to FILE, not replace it")
     junit: Path | None = output_option("--junit", "write JUnit XML there")
     annotations: Host | None = option(
         None, "--annotations", help="print annotations at lines of scenarios and policy"
@@ -162,32 +165,37 @@ def gate(
         str, typer.Option("--against", metavar="BASELINE", help="baseline, run folder, or id")
     ],
     policy: Path | None = option(
-        None, "--policy", metavar="FILE", help="what breaks the gate (default: see below)"
+        None, "--policy", metavar="FILE", help="what breaks the gate (default: the list above)"
     ),
     outputs: Outputs,
     verify: bool = option(
         False, "--verify", help="judge the run again from its records, as `verify` does"
     ),
-    on: str | None = option(None, "--on", metavar="DATE", help="judge as of that day, YYYY-MM-DD"),
+    on: str | None = option(None, "--on", metavar="DATE", help="judge as of this day: YYYY-MM-DD"),
 ) -> None:
     """Check a run against a baseline; a policy file says what breaks the gate.
 
     \b
     shardproof gate results/pr --against results/baselines/cpu.json
-    shardproof gate RUN --against BASELINE --policy deploy/ci/policy.yaml --junit gate.xml
+    shardproof gate RUN --against BASELINE --policy policy.yaml --junit gate.xml
     shardproof gate RUN --against BASELINE --summary "$GITHUB_STEP_SUMMARY" --append \\
                     --annotations github
-    shardproof gate RUN --against BASELINE --policy FILE --on 2027-02-01      as of that day
-    shardproof gate RUN.tar.gz --against BASELINE --verify                    made elsewhere
+    shardproof gate RUN --against BASELINE --policy FILE --on 2027-02-01
+    shardproof gate RUN.tar.gz --against BASELINE --verify   made elsewhere
 
-    Without a policy these break: fail, crash, hang, refused options; a worse verdict; an
-    exact figure that got worse, changed or is gone; a ratio that is certainly slower, measured as
-    more than 5 %; a case, fault or ratio that is missing. Results better than the baseline, and
-    cases that a budget left out, are reported.
+    \b
+    Without a policy, each of these breaks the gate:
+    - a fail, crash or hang, or refused options
+    - a verdict worse than in the baseline
+    - an exact figure that is worse, changed or missing
+    - a slowdown measured above 5 % whose interval excludes "not slower"
+    - a missing case, fault or ratio
+    Results better than the baseline, and cases that did not fit into a budget,
+    are only reported.
 
-    A run that does not match its manifest breaks, whatever the policy. A person who changes a run
-    can recompute its digests: --verify also judges it again, which takes about as long as
-    `shardproof verify`.
+    A run that does not match its manifest always breaks the gate. But a person who changes a run
+    can also recompute its digests. Use --verify to judge the run again from its records; this takes
+    about as long as `shardproof verify`.
 
     Exit codes: 0 held, 1 broken by the policy, 2 bad input, 3 nothing is comparable or decided.
     """

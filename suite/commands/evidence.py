@@ -28,13 +28,15 @@ def report(
         Path | None, options.output("--into", "put the Markdown between FILE's markers")
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="print every row, not one for each system")
+        bool, typer.Option("--verbose", "-v", help="print every row, instead of one per system")
     ] = False,
 ) -> None:
-    """Show a run again, on the terminal or as a file's text on standard output.
+    """Show a run's report as tables, Markdown or HTML.
+
+    Markdown and HTML go to standard output.
 
     \b
-    shardproof report                                   a row for each system; -v: for each case
+    shardproof report             a row per system; with -v, a row per case
     shardproof report 20260102-030405 --format markdown
     shardproof report 20260102-030405.tar.gz --format html > report.html
     shardproof report --into results/README.md
@@ -99,10 +101,14 @@ def verify(run: options.Run = None) -> None:
     RUN may be an archive that `shardproof bundle` made: it is unpacked into a temporary folder,
     after a check of its contents, and needs nothing else from the machine that made it.
 
-    Ends with exit code 1 and a sentence that names the case and the file if a planned case is
-    missing, a byte was changed, a record gives another verdict, or the package that registers a
-    backend or strategy of the run is not installed; with 2 if an archive is damaged or not safe to
-    unpack; with 3 if nothing was judged.
+    \b
+    Exit codes: 0 every verdict holds
+                1 a planned case is missing, a byte was changed, a record gives
+                  another verdict than the run states, or a package of its
+                  backends or strategies is not installed; a message names case
+                  and file
+                2 an archive is damaged, or not safe to unpack
+                3 nothing was judged
 
     \b
     shardproof verify

@@ -115,13 +115,19 @@ def list_(
     filters: options.Filters,
     campaign: options.Campaign = None,
 ) -> None:
-    """List what there is. Piped, one full name a line; the filters of `run` apply to cases.
+    """List implementations, cases, checks and more.
 
-    `coverage` counts the cases that have both a trigger (a trait, a form of batch or mesh) and a
-    feature (a strategy, an option, a backend). Piped, a line is trigger, feature, cases of the
-    quick tier, of the full one, and why there is none, with tabs between. If all scenarios are
-    listed, a pair without a case or a reason is open and gives exit code 1, and the last line
-    shows the share of triples of conditions that is met (piped: on stderr). Filters only select.
+    If the output is piped, each line is one full name. `cases` and `coverage` take the filters of
+    `run`.
+
+    `coverage` counts the cases for each pair of a trigger and a feature. A trigger is a trait, or a
+    form of batch or mesh; a feature is a strategy, an option or a backend. If the output is piped,
+    each line has five columns, separated by tabs: trigger, feature, cases of the quick tier, cases
+    of the full tier, and the reason if there are none.
+
+    Without filters, a pair that has neither a case nor a reason is open, and the exit code is 1.
+    The last line (piped: on stderr) shows the share of combinations of three conditions that some
+    case meets. With filters, pairs without a case do not change the exit code.
 
     \b
     shardproof list impls

@@ -36,24 +36,24 @@ from shardproof.files import UNWRITABLE
 #: Help texts are laid out here, so click must not fill their lines again (``\b``).
 _HELP = """Does splitting the training over many ranks change nothing but the cost?
 
-Test implementations of distributed training: the numbers of one process, the promised bytes,
-and planted faults that the checks must catch.
+Test implementations of distributed training: their numbers must equal those of one process,
+and their bytes the promised ones. Planted faults prove that the checks can fail.
 
 \b
-shardproof run                                             the quick conformance matrix
-shardproof run -k "reference/ddp and gloo and replicate3"  a part of it
-shardproof run ddp-gpt --impl mine:MyDDP                   judge your own class
-shardproof run --resume --results results/RUN              resume that run
-shardproof list cases                                      what there is to run
-shardproof run --shard 1/4                                 a quarter; `merge` joins the parts
-shardproof mutants                                         prove that the checks can fail
-shardproof compare RUN RUN                                 what differs between runs
-shardproof gate RUN --against BASELINE                     fail CI on regressions
+shardproof run                                   the quick conformance matrix
+shardproof run -k "reference/ddp and gloo"       a part of it
+shardproof run ddp-gpt --impl mine:MyDDP         judge your own class
+shardproof run --resume --results results/RUN    resume the run in this folder
+shardproof list cases                            cases that can be run
+shardproof run --shard 1/4                       a quarter: see `merge`
+shardproof mutants                               prove that checks can fail
+shardproof compare RUN RUN                       what differs between runs
+shardproof gate RUN --against BASELINE           fail CI on regressions
 {examples}
 
 \b
-Exit codes: 0 all held
-            1 a fail, unexpected pass, hang or crash; a planted fault that survives
+Exit codes: 0 all checks passed
+            1 a fail, unexpected pass, hang or crash; a planted fault survives
             2 bad input, a selection that matches nothing, or a full disk
             3 undecided, or nothing was judged
           130 Ctrl-C, SIGTERM or SIGHUP

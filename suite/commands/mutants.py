@@ -25,13 +25,13 @@ class HowPlanted(options.Output):
         None, "--impl", metavar="P", help="glob on faults or their parents"
     )
     tier: options.TierName = option(
-        "full", "--tier", help="quick: faults that the budget leaves out do not fail"
+        "full", "--tier", help="quick: faults cut by --budget do not make the command fail"
     )
     depth: Literal["family"] | None = option(
-        None, "--depth", help="family: judge parents at this depth, count any failing check"
+        None, "--depth", help="family: judge costs by bounds; any failing check catches a fault"
     )
     campaign: int | None = option(
-        None, "--campaign", metavar="N", min=1, max=1000, help="in up to N random cases instead"
+        None, "--campaign", metavar="N", min=1, max=1000, help="use up to N random cases instead"
     )
     seed: int | None = option(
         None, "--seed", metavar="S", min=0, help="with --campaign: seed of cases and order [0]"
@@ -40,24 +40,25 @@ class HowPlanted(options.Output):
 
 @options.grouped()
 def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
-    """Plant every fault: its named check must fail while the parent passes the same case.
+    """Plant every fault: its check must fail, and without the fault the same case must pass.
 
-    Prints a line for each system with faults, and every fault that survives; with -v the kill
-    matrix, fault x check. A survivor ends with exit code 1.
+    A fault changes one implementation, its parent. Prints a line for each system with faults, and
+    every fault that survives: the check named for it did not fail. With -v, prints the kill matrix,
+    fault x check. If a fault survives, the exit code is 1.
 
-    With --campaign N each fault is planted in the cases that `run --campaign` draws of its parent,
-    in their order, until any check fails that the parent passes; the share of faults that N cases
-    kill is printed, by N. It is a measurement: a survivor does not fail it, a failing parent does.
-    The seed orders the faults, so a budget leaves a random sample. `kills-by-n.json` in the run
-    folder holds the results.
+    With --campaign N, each fault is planted in up to N random cases of its parent, in the order of
+    `run --campaign`, until a check fails that the parent passes. The output shows the share of
+    faults caught after 1, 2, ... N cases. This only measures: a fault that survives does not change
+    the exit code; a parent that fails does. --seed also sets the order of the faults, so those that
+    fit into --budget are a random sample. `kills-by-n.json` in the run folder holds the results.
 
     \b
     shardproof mutants
-    shardproof mutants --impl reference/ddp        faults of one parent
+    shardproof mutants --impl reference/ddp          faults of one parent
     shardproof mutants --impl 'ddp_*bucket*'
-    shardproof mutants --depth family              what survives where layouts are free
-    shardproof mutants --shard 2/4 --results part2 a quarter of the faults: see `shardproof merge`
-    shardproof mutants --campaign 20 --budget 30   kills in random cases, by number of cases
+    shardproof mutants --depth family                judge costs by bounds
+    shardproof mutants --shard 2/4 --results part2   a quarter: see `merge`
+    shardproof mutants --campaign 20 --budget 30     in random cases
     """
     from shardproof.commands.execution import Planting
     from shardproof.commands.supervision import open_folder

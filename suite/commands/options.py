@@ -120,13 +120,13 @@ Impl = Annotated[
 BackendOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--backend", metavar="B", help="see `list backends`; most run the cells of others"
+        "--backend", metavar="B", help="see `list backends`; most also run other backends' cases"
     ),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]
 Expression = Annotated[
     str,
-    typer.Option("-k", metavar="EXPR", help="words of ids with and, or, not, ( ): pytest's -k"),
+    typer.Option("-k", metavar="EXPR", help="words of ids; and, or, not, ( ) as in pytest"),
 ]
 Tier = Annotated[TierName, typer.Option("--tier", help="the quick subset, or all cases")]
 Seed = Annotated[
@@ -135,11 +135,13 @@ Seed = Annotated[
 ]
 Campaign = Annotated[
     int | None,
-    typer.Option("--campaign", metavar="N", min=1, max=100_000, help="N random cases of --seed"),
+    typer.Option("--campaign", metavar="N", min=1, max=100_000, help="N random cases, by --seed"),
 ]
 Budget = Annotated[
     float | None,
-    typer.Option("--budget", metavar="MIN", min=0.01, help="minutes; lists cases that do not fit"),
+    typer.Option(
+        "--budget", metavar="MIN", min=0.01, help="minutes; cases that do not fit are only listed"
+    ),
 ]
 
 Jobs = Annotated[
@@ -256,7 +258,7 @@ def write(path: Path, text: str) -> None:
 
 Results = Annotated[
     Path | None,
-    typer.Option("--results", metavar="RUN", help="run folder to write, new or old", parser=named),
+    typer.Option("--results", metavar="RUN", help="run folder to write; may exist", parser=named),
 ]
 #: A run that is looked at.
 Run = Annotated[
@@ -287,7 +289,7 @@ class Output:
     """How much a command prints."""
 
     verbose: bool = option(
-        False, "--verbose", "-v", help="print every row, not one for each system"
+        False, "--verbose", "-v", help="print every row, instead of one per system"
     )
     quiet: bool = option(False, "--quiet", "-q", help="print only failures and a summary line")
     no_progress: bool = option(False, "--no-progress", help="print no progress")
@@ -338,7 +340,9 @@ class Filters:
     backend: BackendOption = None
     world: World = None
     like: str = option(
-        "", "--like", metavar="P", help="glob: your class takes these systems' cells and options"
+        *("", "--like"),
+        metavar="P",
+        help="run your class in the cases, and with the options, of systems that match this glob",
     )
     expression: Expression = ""
     tier: Tier = "quick"

@@ -27,16 +27,16 @@ class Others:
     """Other cases than scenarios give: random ones, of an earlier run, or at another depth."""
 
     campaign: options.Campaign = None
-    drawn: str | None = option(None, "--case", metavar="ID", help="one random case, by its full id")
+    drawn: str | None = option(None, "--case", metavar="ID", help="a campaign's case, by full id")
     resume: bool = option(
-        False, "--resume", help="continue the run of --results (default: the newest)"
+        False, "--resume", help="continue the run in --results (default: the newest run)"
     )
     rerun_failed: bool = option(
         *(False, "--rerun-failed", "--last-failed", "--lf"),
-        help="run the failed cases of that run again",
+        help="run the failed cases of --results again (default: the newest run)",
     )
     depth: Literal["family", "layout"] | None = option(
-        None, "--depth", help="judge costs by bounds (family) or byte for byte (layout)"
+        None, "--depth", help="family: judge costs by general bounds; layout: by exact bytes"
     )
 
     @property
@@ -57,31 +57,35 @@ def run(
     """Run cases and judge them.
 
     \b
-    shardproof run                                      quick conformance and checkpoints
+    shardproof run                                      the quick cases
     shardproof run --tier full                          everything
     shardproof run ddp-gpt --backend gloo --world 4     one part
-    shardproof run --backend mpi                        on MPI, in the cells of other backends
+    shardproof run --backend mpi                        other backends' cases
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
-    shardproof run ddp-gpt --impl mine:MyDDP            a class of your own, in every cell
-    shardproof run --impl mine:MyZero1 --depth layout   compared with our ZeRO-1, byte for byte
-    shardproof run --impl mine:MyZero1 --like 'reference/zero1*'   with the options of its cells
-    shardproof run --campaign 200 --seed 7              look for false alarms
-    shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
+    shardproof run ddp-gpt --impl mine:MyDDP            your own class
+    shardproof run --impl mine:MyZero1 --depth layout   exact bytes of our ZeRO-1
+    shardproof run --impl mine:MyZero1 --like 'reference/zero1*'   its cases
+    shardproof run --campaign 200 --seed 7              200 random cases
+    shardproof run --campaign 50 --impl '*/fsdp*'       50 random cases of FSDP
     shardproof run --impl mine:MyDDP -x                 stop at the first failure
-    shardproof run --tier full --shard 2/4 --results part2   a quarter; `merge` joins all four
-    shardproof run --tier full --on ray://HOST          on a Ray cluster, a case a task
-    shardproof run --resume                             resume after a kill, Ctrl-C or a full disk
-    shardproof run --resume --results results/RUN       that run instead of the newest
+    shardproof run --tier full --shard 2/4 --results part2   see `merge`
+    shardproof run --tier full --on ray://HOST          on Ray, one task per case
+    shardproof run --resume                             after a kill or full disk
+    shardproof run --resume --results results/RUN       this run, not the newest
     shardproof run --last-failed --backend gloo         some of the failed cases
 
-    --resume and --rerun-failed run only what that run had planned: filters choose among these
-    cases, and any other case is refused.
+    --resume and --rerun-failed run only cases that the earlier run had planned. Filters select
+    among them; any other case is refused.
 
-    A whole case id selects that case, as SCENARIO or after -k. The folder results/RUN holds the
-    evidence: run.json, cases.jsonl, records/, report.html, junit.xml; `verify` judges it again.
+    To run one case, give its full id as SCENARIO or with -k. The folder results/RUN holds the
+    evidence: run.json, cases.jsonl, records/, report.html, junit.xml. `verify` judges it again.
 
-    Exit codes: 0 all held, 1 a fail, unexpected pass, hang or crash, 2 bad input, 3 undecided (only
-    replicas compared, over budget, an error of the judge), or nothing was judged.
+    \b
+    Exit codes: 0 all checks passed
+                1 a fail, unexpected pass, hang or crash
+                2 bad input
+                3 undecided: ranks were compared only with one another, the budget
+                  ran out, or the judge had an error; or nothing was judged
     """
     _require_fitting(filters, others, {"--depth": others.depth, "--shard": session.shard})
     kept: list[CaseResult] = []

@@ -101,7 +101,9 @@ def _require_taken(cases: Sequence[Case]) -> None:
 def schema(
     shape: Annotated[
         str,
-        typer.Argument(metavar="SHAPE", help="scenario, or the kind of files of another command"),
+        typer.Argument(
+            metavar="SHAPE", help="scenario, or a command that has its own kind of files"
+        ),
     ] = SCENARIO,
 ) -> None:
     """Print the JSON Schema of scenario files, for editors.

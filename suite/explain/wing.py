@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Explain(Wing):
     """Explanations of cases, checks and verdicts."""
 
-    examples = ("shardproof explain fail                                    what a verdict means",)
+    examples = ("shardproof explain fail                          what a verdict means",)
     first = (
         "shardproof explain fail                      what a verdict, a check or a case means",
     )

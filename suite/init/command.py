@@ -54,19 +54,20 @@ def init(
         typer.Option(
             "--install",
             metavar="REQ",
-            help="what CI installs the suite from (default: the source of this one)",
+            help="where CI installs Shardproof from (default: as installed here)",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="replace files that are there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace existing files")] = False,
     jobs: options.Jobs = None,
 ) -> None:
     """Write a test, scenario, policy, baseline and workflow for a strategy of your own.
 
     Adds a line to .gitignore, so that runs (results/) stay out of the repository.
 
-    Runs the scenario (8 cases, under a minute) for the baseline. Exit codes are those of `run`;
-    after 2 and 130 (Ctrl-C) nothing is written. If no case passes (1, or 3 if nothing was
-    decided), there is nothing sound to record: only the scenario is written, to run it again.
+    Runs the scenario once (8 cases, under a minute) and stores the results as the baseline. Exit
+    codes are those of `run`. After codes 2 and 130 (Ctrl-C) nothing is written. If no case passes
+    (code 1, or 3 if nothing was decided), there is no baseline to store: only the scenario is
+    written, so that you can run it again.
 
     \b
     shardproof init my_package.module:MyStrategy

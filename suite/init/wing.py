@@ -13,16 +13,13 @@ if TYPE_CHECKING:
 class Init(Wing):
     """Files for a repository of your own."""
 
-    examples = (
-        "shardproof init mine:MyDDP                                 "
-        "a test, gate and workflow for it",
-    )
+    examples = ("shardproof init mine:MyDDP                       its test, gate and workflow",)
 
     def add_commands(self, app: typer.Typer) -> None:
         """Add ``init`` and ``badges``."""
         from shardproof.init import badges, command
 
-        short = "Write test, policy, baseline and workflow for your own."
+        short = "Write a test, policy, baseline and workflow for your class."
         app.command("init", short_help=short)(command.init)
         app.command("badges", short_help="Draw a run's verdicts as SVG badges.")(badges.badges)
 

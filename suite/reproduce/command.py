@@ -30,9 +30,14 @@ OUTCOMES = "reproduced.jsonl"
 class Where:
     """Where ranks of `reproduce` run, if not on this machine."""
 
-    cluster: bool = option(False, "--cluster", help="with ranks in containers (docs/containers.md)")
+    cluster: bool = option(False, "--cluster", help="run ranks in containers (docs/containers.md)")
     nodes: int | None = option(
-        None, "--nodes", metavar="K", min=1, max=MOST_NODES, help="of --cluster [as in RUN, or 2]"
+        None,
+        "--nodes",
+        metavar="K",
+        min=1,
+        max=MOST_NODES,
+        help="number of nodes [as in RUN, or 2]",
     )
     ranks_per_node: int | None = option(
         None,
@@ -40,7 +45,7 @@ class Where:
         metavar="R",
         min=1,
         max=MOST_RANKS,
-        help="of a node [as in RUN, or 2]",
+        help="ranks on each node [as in RUN, or 2]",
     )
 
 
@@ -59,23 +64,30 @@ def reproduce(
     """Run the stored cases of a run again here, and say which results are equal.
 
     \b
-    equal               verdict, exact figures and the digest of every tensor
-    agrees              other bits, both within the case's bound of the oracle
-    differs             verdict, an exact figure, or bits that nothing explains
-    cannot be compared  other torch, suite or data; bits of other kernels; no such backend,
-                        system or option here; no time in --budget, no room on the nodes
-    beside              skipped or left out there, a fault plan, a planted fault, timed
+    equal               verdict, exact figures and every tensor's digest are equal
+    agrees              bits differ, but both results are within the tolerance
+    differs             the verdict or an exact figure differs, or bits differ
+                        for no known reason
+    cannot be compared  torch, suite or data have another version; other kernels
+                        may explain the bits; a backend, system or option is
+                        missing here; --budget ran out, or the nodes have too
+                        few ranks
+    not compared        the stored run skipped the case or left it out; or it
+                        has a fault plan or a planted fault, or is a timing
 
-    Today's scenarios do not matter. The new folder is a run like any other; its reproduced.jsonl
-    has these lines.
+    The cases come from the stored run; changes of scenario files have no effect. The new folder is
+    an ordinary run. Its reproduced.jsonl has the outcome of each case.
 
-    Exit codes: 0 all that can be compared is equal or agrees; 1 a case differs; 2 bad input;
-    3 nothing could be compared, or some could not.
+    \b
+    Exit codes: 0 all that can be compared is equal or agrees
+                1 a case differs
+                2 bad input
+                3 some cases, or all, could not be compared
 
     \b
     shardproof reproduce 20260102-030405.tar.gz
     shardproof reproduce results/RUN -k "bitwise and in_memory" --results results/again
-    shardproof reproduce results/RUN --cluster --nodes 4 --ranks-per-node 1   in containers
+    shardproof reproduce results/RUN --cluster --nodes 4 --ranks-per-node 1
     """
     from shardproof.runs.bundle.unpacking import open_run
     from shardproof.runs.integrity import damage_is_bad_input, require_unedited

@@ -22,10 +22,10 @@ from shardproof.runs.header import Invocation
 from shardproof.runs.run_folder import Run
 from shardproof.table import number
 
-#: ``beside``: nothing of it was to be compared, wherever it is run.
-Word = Literal["differs", "cannot be compared", "agrees", "equal", "beside"]
+#: ``not compared``: nothing of it was to be compared, wherever it is run.
+Word = Literal["differs", "cannot be compared", "agrees", "equal", "not compared"]
 #: From what needs a look to what does not.
-ORDER: tuple[Word, ...] = ("differs", "cannot be compared", "agrees", "equal", "beside")
+ORDER: tuple[Word, ...] = ("differs", "cannot be compared", "agrees", "equal", "not compared")
 #: Verdicts of a case that this machine, or this version, does not run as the other did.
 _NOT_HERE = {"skip", "refused", "precondition", verdicts.JUDGE_ERROR, verdicts.OVER_BUDGET}
 #: What a digest is of.
@@ -67,7 +67,7 @@ def judge(
     ``obstacles``: why a case could not be run again here.
     """
     told = beside(before)
-    outcomes = [Reproduced(name, "beside", why) for name, why in told.items() if name in ids]
+    outcomes = [Reproduced(name, "not compared", why) for name, why in told.items() if name in ids]
     results = [one for one in before.cases if one.id in ids and one.id not in told]
     outcomes += list(_compared(before, after, results, obstacles))
     return sorted(outcomes, key=lambda outcome: (ORDER.index(outcome.word), outcome.id))
@@ -168,7 +168,7 @@ def summary(outcomes: Sequence[Reproduced]) -> str:
         "agrees": "within their bound only",
         "differs": "not reproduced",
         "cannot be compared": "cannot be compared",
-        "beside": "nothing to compare",
+        "not compared": "nothing to compare",
     }
     return ", ".join(f"{counts[word]} {text}" for word, text in words.items())
 

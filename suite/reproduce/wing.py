@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 class Reproduce(Wing):
     """The cases of a run once more."""
 
-    examples = (
-        "shardproof reproduce RUN                                   run its cases again, here",
-    )
+    examples = ("shardproof reproduce RUN                         run its cases again, here",)
 
     def add_commands(self, app: typer.Typer) -> None:
         """Add ``reproduce``."""

@@ -57,8 +57,8 @@ class Watched:
         typer.Option(
             "--replicas",
             metavar="SETS",
-            help="ranks that hold the same parameters: all, a number of consecutive ranks, or "
-            "sets such as 0,2/1,3 (default: what wrappers and meshes say, else all)",
+            help="which ranks hold the same parameters: all; a number K (each K consecutive "
+            "ranks); or sets such as 0,2/1,3 (default: from wrappers and meshes, else all)",
         ),
     ] = ""
     every: Annotated[
@@ -67,7 +67,7 @@ class Watched:
             "--every",
             metavar="K",
             min=1,
-            help="compare every K-th step (default: as often as costs 2.5 % at most)",
+            help="compare every K-th step (default: chosen to cost at most 2.5 %)",
         ),
     ] = None
     standstill: Annotated[
@@ -76,8 +76,8 @@ class Watched:
             "--standstill",
             metavar="S",
             min=1,
-            help="end ranks when none has computed, entered or left a call for S seconds; ranks "
-            "that all wait for one another, in calls or in backward(), for 10",
+            help="stop all ranks after S seconds in which none computes, enters or leaves a call; "
+            "after 10 seconds if all wait for one another, in calls or in backward()",
         ),
     ] = 60.0
     results: Annotated[
@@ -133,27 +133,36 @@ def watch(
 
     \b
     shardproof watch train.py --nproc 4
-    shardproof watch train.py --nproc 4 -- --epochs 3 --lr 0.1     arguments of the script
-    shardproof watch train.py --nproc 8 --replicas 0-3/4-7         two sets of equal ranks
-    shardproof watch --judge results/20260102-030405-watch         again, from its records
+    shardproof watch train.py --nproc 4 -- --epochs 3 --lr 0.1   script arguments
+    shardproof watch train.py --nproc 8 --replicas 0-3/4-7       two replica sets
+    shardproof watch --judge results/20260102-030405-watch       judge it again
 
-    Under your own torchrun, on one machine or many: `import shardproof.watch` as the first line of
-    the script, or `torchrun --nproc-per-node 4 -m shardproof.watch train.py`.
+    To use your own torchrun, on one machine or many, put `import shardproof.watch` on the first
+    line of the script, or run `torchrun --nproc-per-node 4 -m shardproof.watch train.py`.
 
     \b
-    Sees: initial parameters, gradients, optimizer state and parameters that differ between
-          ranks, by a checksum of their bits at steps 1 to 3, then every K-th, and at the end;
-          learning rates and other hyperparameters that differ; values that are not finite;
-          collectives of another order or shape; other numbers of steps;
-          ranks that die, stop or wait forever, with the line of the script.
-    Says: bytes by operation, memory by class, and what it could not see.
+    Sees:
+    - initial parameters, gradients, optimizer state and parameters that differ
+      between ranks (checksums of their bits at steps 1 to 3, then at every K-th
+      step, and at the end)
+    - learning rates and other hyperparameters that differ between ranks
+    - values that are not finite
+    - collectives whose order or shape differs between ranks
+    - numbers of steps that differ between ranks
+    - ranks that die, stop or wait forever, with the line of the script
+    Also reports bytes by operation, memory by class, and what it could not see.
 
-    It compares replicas and has no oracle: equal values on all ranks may still be wrong, such as
-    the samples that a rank reads (DistributedSampler, set_epoch). K is chosen so that comparing
-    costs 2.5 % of a step at most. docs/watch.md has the details.
+    `watch` only compares ranks with one another; there is no reference run. It does not see a
+    mistake that is the same on all ranks, or a rank that reads the wrong samples
+    (DistributedSampler, set_epoch). K is chosen so that comparing costs at most 2.5 % of a step.
+    docs/watch.md has the details.
 
-    Exit codes: 0 all compared values held, 1 a fault, a crash or a hang, 2 bad input,
-    3 nothing could be compared, or not the last steps of an optimizer that ended, 130 Ctrl-C.
+    \b
+    Exit codes: 0 all compared values are equal
+                1 a fault, a crash or a hang
+                2 bad input
+                3 nothing was compared, or not the last steps of each optimizer
+              130 Ctrl-C
     """
     raise typer.Exit(_judged(how.judge, script) if how.judge is not None else _run(script, how))
 

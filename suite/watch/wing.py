@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 class Watch(Wing):
     """A training script under observation."""
 
-    examples = (
-        "shardproof watch train.py --nproc 4                        watch a training script",
-    )
+    examples = ("shardproof watch train.py --nproc 4              watch a training script",)
     first = ("shardproof watch train.py --nproc 4          a training script, unchanged",)
 
     def add_commands(self, app: typer.Typer) -> None:
@@ -23,7 +21,7 @@ class Watch(Wing):
         from shardproof.watch import command
 
         app.command(
-            cls=command.ForAScript, short_help="Run a training script, report where ranks differ."
+            cls=command.ForAScript, short_help="Run a training script; report where ranks differ."
         )(command.watch)
 
 

@@ -162,7 +162,7 @@ def test_what_has_nothing_to_compare_anywhere_stands_beside(tmp_path: Path) -> N
         ),
     )
     outcomes = _judged(before, None)
-    assert _words(outcomes) == ["beside"] * 3
+    assert _words(outcomes) == ["not compared"] * 3
     whys = [outcomes[each.lane].why for each in CASES]
     assert whys[0] == "was skipped: no GPU" and whys[1].startswith("a fault plan")
     assert whys[2].startswith("was left out: no time")

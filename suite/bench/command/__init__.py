@@ -40,25 +40,26 @@ app = typer.Typer(
     cls=ByWhatIsTimed,
     result_callback=run,
     rich_markup_mode=None,
-    help="""Time pairs of implementations, one rank with many, checkpoints, and collectives.
+    help="""Time pairs of implementations, one rank against many, checkpoints, and collectives.
 
     \b
     shardproof bench reference/ddp pytorch/ddp --size 20m --world 2
-    shardproof bench                                   every pair in scenarios/speed
-    shardproof bench data-parallel -k zero3            one of them
-    shardproof bench peers --budget 15                 only what fits into 15 minutes
-    shardproof bench scaling                           strong and weak scaling
+    shardproof bench                                all pairs in scenarios/speed
+    shardproof bench data-parallel -k zero3         one of them
+    shardproof bench peers --budget 15              only what fits in 15 minutes
+    shardproof bench scaling                        strong and weak scaling
     shardproof bench strong -k 'pytorch/ddp and ::2::' --fail-on goal
-    shardproof bench collectives --world 4             ring, trees, ... and gloo's own all-reduce
-    shardproof bench checkpoint --parameters 200M      saves, loads, stalls, and PyTorch's own
+    shardproof bench collectives --world 4          ring, trees, gloo's own, ...
+    shardproof bench checkpoint --parameters 200M   saves, loads, stalls
 
     You may omit the subcommand: two implementations are a `pair`, scenarios are `speed`
     or `scaling` by their contents. `shardproof bench speed --help` has the options.
 
     \b
-    Exit codes: 0 decided (slower fails only with --fail-on slower, below only
-                --fail-on goal)
-                1 a crash, a hang, or sides that do not train the same
+    Exit codes: 0 decided
+                1 a crash, a hang, or two sides that train differently;
+                  the verdict `slower` only with --fail-on slower,
+                  the verdict `below` only with --fail-on goal
                 2 bad input
                 3 inconclusive, or nothing timed
     """,
@@ -106,8 +107,8 @@ def speed(
 
     \b
     shardproof bench data-parallel -k zero3
-    shardproof bench --shard 1/4 --results part1       a quarter of them: see `shardproof merge`
-    shardproof bench peers --budget 15                 only what fits into 15 minutes
+    shardproof bench --shard 1/4 --results part1       a quarter: see `merge`
+    shardproof bench peers --budget 15                 only what fits in 15 minutes
 
     Among many comparisons some differ by chance: "in this report" marks differences that hold among
     all others (Holm); the rest is inconclusive there. A pair that does not fit into
@@ -120,7 +121,7 @@ def speed(
     return of_pairs(names or [SPEED], selected, how, of_steps, passes)
 
 
-@app.command(SCALING, cls=OfOneKind, short_help="One rank with many: scaling scenarios.")
+@app.command(SCALING, cls=OfOneKind, short_help="One rank against many: scaling scenarios.")
 @options.grouped()
 def scaling(names: Names = None, *, selected: asked.Selected, how: asked.How) -> Any:
     """Time one rank with N, strong and weak (default: all of scenarios/scaling).

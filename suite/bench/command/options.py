@@ -29,7 +29,7 @@ class Where(options.Output):
         int | None, typer.Option("--world", metavar="N", min=1, max=1024, help="number of ranks")
     ] = None
     deadline: Annotated[
-        float, typer.Option("--deadline", metavar="S", min=1, help="most seconds of a launch")
+        float, typer.Option("--deadline", metavar="S", min=1, help="time limit of a launch")
     ] = 900.0
     results: options.Results = None
     dry_run: Annotated[
@@ -46,11 +46,11 @@ class How(Where):
 
     blocks: Annotated[
         int | None,
-        typer.Option("--blocks", metavar="N", min=2, max=100_000, help="blocks of turns"),
+        typer.Option("--blocks", metavar="N", min=2, max=100_000, help="repetitions"),
     ] = None
     launches: Annotated[
         int | None,
-        typer.Option("--launches", metavar="L", min=1, max=1000, help="sets of fresh ranks"),
+        typer.Option("--launches", metavar="L", min=1, max=1000, help="starts with new ranks"),
     ] = None
     fail_on: Annotated[
         list[FailOn] | None,
@@ -67,7 +67,7 @@ class Selected:
     """A part of what scenarios have."""
 
     expression: Annotated[
-        str, typer.Option("-k", metavar="EXPR", help="only pairs or cells whose id matches")
+        str, typer.Option("-k", metavar="EXPR", help="only results whose id matches")
     ] = ""
     shard: options.ShardOption = None
 
@@ -108,7 +108,7 @@ class OnePair:
         list[str] | None, typer.Option("--param", metavar="K=V", help="a parameter of the model")
     ] = None
     batch: Annotated[
-        int, typer.Option("--batch", metavar="N", min=1, max=4096, help="samples a step, all ranks")
+        int, typer.Option("--batch", metavar="N", min=1, max=4096, help="samples per step, in all")
     ] = 16
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", metavar="M", min=1, max=64, help="per rank and step")
@@ -135,7 +135,7 @@ class OfCheckpoints:
     """The model that is saved."""
 
     parameters: Annotated[
-        str, typer.Option("--parameters", metavar="N", help="of the model, e.g. 200M")
+        str, typer.Option("--parameters", metavar="N", help="size of the model, e.g. 200M")
     ] = ""
 
 
