@@ -208,4 +208,4 @@ def _called(module: ModuleType) -> str:
     if _STOPPED in vars(module):
         line = getattr(module, _STOPPED)
         return f"{file} before its call of prove() in line {line} (put such calls under {GUARD})"
-    return f"{file} (what stands under {GUARD} is not there)"
+    return f"{file} (names under {GUARD} are missing)"

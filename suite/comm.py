@@ -404,7 +404,7 @@ class Mesh:
         if list(ranks) != sorted(ranks):
             raise ValueError(f"{given}: ranks must ascend, write {sorted(ranks)}")
         if self.rank not in self.ranks:
-            raise ValueError(f"{given}: rank {self.rank} is not on this mesh, and makes no groups")
+            raise ValueError(f"{given}: rank {self.rank} is not on this mesh: it has no groups")
         return tuple(ranks)
 
     def _differing(self, ranks: Sequence[int]) -> str:

@@ -110,7 +110,7 @@ class Algorithms(Collectives):
 
 def _check(call: Call, size: int) -> None:
     if not 0 <= call.root < size:
-        raise ValueError(f"{call.operation}: root {call.root} is no rank of a group of {size}")
+        raise ValueError(f"{call.operation}: root {call.root} is not in a group of {size} ranks")
     dtypes = {str(t.dtype).removeprefix("torch.") for t in (*call.inputs, *call.outputs)}
     if len(dtypes) > 1:
         raise ValueError(f"{call.operation}: {' and '.join(sorted(dtypes))} in one call")

@@ -180,9 +180,9 @@ def check(request: Request, size: int, rank: int) -> None:
     """
     operation, root, peer = request.operation, request.root, request.peer
     if root is not None and not 0 <= root < size:
-        raise ValueError(f"{request.text()}: root {root} is no rank of a group of {size}")
+        raise ValueError(f"{request.text()}: root {root} is not in a group of {size} ranks")
     if peer is not None and not 0 <= peer < size:
-        raise ValueError(f"{request.text()}: {peer} is no rank of a group of {size}")
+        raise ValueError(f"{request.text()}: peer {peer} is not in a group of {size} ranks")
     if peer == rank:
         raise ValueError(f"{request.text()}: rank {rank} of the group sends to itself")
     for dtype in {t.dtype for item in request.inputs for t in item if request.reduce}:

@@ -350,7 +350,7 @@ def _missing_for_cell(
     few = batch < shares and cell.world <= room.ranks
     axes = [*growing[:1], *cell.system.mesh]
     missing = declared.excludes(cell.backend, cell.dtype, cell.world, axes)
-    return missing or (f"{batch} samples do not go round {shares} ranks" if few else "")
+    return missing or (f"{batch} samples are too few for {shares} ranks" if few else "")
 
 
 def in_order(group: list[Measured]) -> list[Measured]:

@@ -67,7 +67,7 @@ def prepare(
         if odd:
             term = odd[0]
             what = f"the loss term {term.name!r} of {case.workload.name} spans {term.scope!r}"
-            account.cannot_fit = f"{what}, and it adds up none (Capabilities.scopes)"
+            account.cannot_fit = f"{what}, but the system has no such sum (Capabilities.scopes)"
         account.data_digest = workload.digest
     except workloads.WorkloadError as error:  # a user's own, which nobody has tried before
         account.cannot_fit = str(error)

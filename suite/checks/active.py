@@ -260,7 +260,7 @@ def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
         return f"ranks reduce different numbers of buckets: {counts}"
     least = int(evidence.case.expect.get("buckets", 1))
     if counts[0] < least:
-        return f"{counts[0]} bucket(s) a step, the scenario expects at least {least}"
+        return f"{counts[0]} bucket(s) per step, the scenario expects at least {least}"
     # Buckets hold several tensors each: one call a tensor is no bucketing, however it is named.
     if counts[0] >= parameters:
         return f"{counts[0]} reductions for {parameters} parameters: gradients are not bucketed"

@@ -121,9 +121,9 @@ def _beside_loss(evidence: Evidence) -> Rows:
         return []
     what = f"the model's gradient depends on how the batch is cut, and its loss does not: {name!r}"
     text = (
-        f"{what} has another gradient of the whole first batch than the sum of two halves. A term "
-        "joins it in the model's own forward, once a micro-batch, and no loss contains it: declare "
-        "it as a LossTerm (docs/contract.md, Loss terms)"
+        f"{what}: the gradient of the whole first batch differs from the sum over its two halves. "
+        "The forward adds a term once per micro-batch that is not part of the loss: declare it as "
+        "a LossTerm (docs/contract.md, Loss terms)"
     )
     return [ComparisonRow(problem=text)]
 

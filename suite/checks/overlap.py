@@ -159,7 +159,7 @@ def _wrong_reductions(made: _Reductions, most: int | None, watched: bool, unhidd
     # unit has no other behind it.
     if len(calls) > 2 and not early and not unhidden:
         when = "before the last unit begins its backward"
-        why = "all other units compute while nothing is under way"
+        why = "no reduction is in progress while the other units compute"
         return f"none of {len(calls)} gradient reductions starts {when}: {why}"
     return ""
 

@@ -34,8 +34,8 @@ def decide(figures: Figures) -> Outcome:
     moments = _moments(figures)
     steps = figures.oracle.steps
     if figures.declaration.trains_alone and not any(step.met for step in steps):
-        text = f"ranks that train alone meet in none of the {len(steps)} steps"
-        then = "their meetings cannot be judged; meet more often, or take more steps"
+        text = f"ranks that train alone never synchronize in the {len(steps)} steps"
+        then = "synchronization cannot be judged; synchronize more often, or take more steps"
         return Outcome("replicas", "precondition", f"{text}: {then}")
     initial = moments.get((-1, "initial", "parameters"), {})
     compared = parted = 0

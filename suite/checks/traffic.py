@@ -255,7 +255,7 @@ def _between_differs(rows: Sequence[Between], step: int, strategy: str) -> str:
         if row.promised not in (None, row.across):
             across, promised = (_text(Fraction(n or 0)) for n in (row.across, row.promised))
             found = f"{across} bytes go between nodes over all ranks"
-            promise = f"{strategy} promises {promised} (the axis lies {row.lies})"
+            promise = f"{strategy} promises {promised} (placement of the axis: {row.lies})"
             return f"step {step}, axis {row.axis}, {row.operation}: {found}, {promise}"
     return ""
 
@@ -472,7 +472,7 @@ def _too_many_agreements(evidence: Figures) -> str:
         step, often = made.most_common(1)[0]
         if limits is not None and (often > limits[0] or made.total() > limits[1]):
             count = f"{made.total()} times after updates, {often} times after that of step {step}"
-            most = f"at most {limits[1]}, and {limits[0]}, have a new value to agree on"
+            most = f"ranks agree on new values at most {limits[1]} times, {limits[0]} per step"
             return f"rank {record.rank} broadcasts integers {count}: {most}"
     return ""
 

@@ -29,7 +29,7 @@ def memory(text: str) -> int:
     size = int(found[1]) << _UNITS.get(found[2], 0) if found else 0
     if size < _LEAST_MEMORY:
         least = f"{_LEAST_MEMORY >> 20}m"
-        raise typer.BadParameter(f"{text!r} is not a size of at least {least}, such as 2g")
+        raise typer.BadParameter(f"{text!r} is not a valid size: give {least} or more, such as 2g")
     if size > (has := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
         raise typer.BadParameter(f"{text!r} is more than the {has >> 20}m of this machine")
     return size
@@ -163,7 +163,7 @@ class Shape:
         node, caps = self.slow
         what, remedy = f"there is no node {node}", f"nodes are 0 to {self.nodes - 1}"
         if self.nodes == 1:
-            what = "one node is not slower than others"
+            what = "a single node cannot be slower than others"
             remedy = "choose --nodes 2, or leave it out"
         elif node < self.nodes:
             return {node: caps}

@@ -115,7 +115,7 @@ def _fitting(cases: Sequence[Case], declared: Mapping[str, Sequence[str]]) -> li
         own = [case for case in chosen if case.implementation == name]
         odd = {case.id for case in own if axes and not set(case.mesh) <= set(axes)}
         if len(odd) == len(own):
-            remedy = "choose cells of such a mesh by -k, or another scenario"
+            remedy = "choose cases of such a mesh by -k, or another scenario"
             raise SelectionError(Problem(f"no cell has the axes {', '.join(axes)}", remedy, name))
         if odd:
             fitting = f"{len(own) - len(odd)} of {len(own)} cells"

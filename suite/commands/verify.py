@@ -84,7 +84,7 @@ def verify(path: Path) -> Verified:
             problems.append(problem)
     except DAMAGE as error:
         where = f"{path / 'cases.jsonl'}"
-        problems.append(f"{where}: no line of this suite: {type(error).__name__} {error}")
+        problems.append(f"{where}: damaged, or not of this suite: {type(error).__name__} {error}")
     judged = [kill for kill in run.kills if not kill.left_out]
     left_out = len(run.left_out) + len(run.kills) - len(judged)
     others = {kind: len(lines) for kind, lines in run.known(judged_only=False).items()}

@@ -112,7 +112,7 @@ class Times(Model):
     slower: Level = Field("break", description="certainly slower, by more than is allowed")
     faster: Level = Field("report", description="certainly faster: too good, or progress")
     inconclusive: Level = Field("ignore", description="a slowdown can be neither seen nor excluded")
-    slowdown: Slowdown = Field(0.05, description="allowed of every pair; a share: 0.05 is 5 %")
+    slowdown: Slowdown = Field(0.05, description="allowed for each pair; 0.05 is 5 %")
     allow: list[AllowedTime] = Field(default_factory=list, description="exceptions")
 
 
@@ -125,7 +125,7 @@ class Cases(Model):
         0.9, ge=0, le=1, description="minimum share of the baseline's decided results to be decided"
     )
     new: Level = Field("report", description="in the run and not in the baseline")
-    incomparable: Level = Field("report", description="another version, cell or data set")
+    incomparable: Level = Field("report", description="version, settings or data differ")
     faults: Level = Field("break", description="a planted fault that was killed survives")
     scope: list[Pattern] = Field(
         ["*"], min_length=1, description="globs: results of the baseline that a run must contain"
@@ -133,7 +133,7 @@ class Cases(Model):
 
 
 class ExpectedFailure(Model):
-    """Cases that may break until a day."""
+    """Cases that may break the gate until a given date."""
 
     cases: NarrowPattern = Field(description="glob on ids of cases; it has a word of 3 letters")
     reason: Reason
@@ -152,7 +152,7 @@ class Policy(Model):
     times: Times = Field(Times.model_validate({}), description="ratios of times, efficiencies")
     cases: Cases = Field(default=Cases.model_validate({}), description="results of only one run")
     xfails: list[ExpectedFailure] = Field(
-        default_factory=list, description="cases that may break until a day"
+        default_factory=list, description="cases that may break the gate until a given date"
     )
 
     def level(self, verdict: str) -> VerdictLevel:
@@ -202,7 +202,7 @@ def check(policy_file: PolicyFile, before: Snapshot, after: Snapshot, today: dat
         known = names if "figures" in path[1:] else ids
         if not any(fnmatchcase(name, pattern) for name in known):
             noun = "figures" if known is names else "ids"
-            what = f"{load.dotted(path)}: matches none of the {noun} of both runs"
+            what = f"{load.dotted(path)}: matches none of the {noun} of either run"
             remedy = nearest(pattern, known, noun) if known is names else "correct or remove it"
             problems.append(
                 Problem(what, remedy, pattern, policy_file.file, policy_file.line(path))

@@ -12,8 +12,8 @@ from shardproof.costs.model import Bytes, CostModel, Flow, Local, state_bytes
 from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, used
 
 _ALL_REDUCE = (
-    "ZeRO (arXiv 1910.02054) section VII-A: an all-reduce moves 2 Psi; exactly 2(N-1)/N of the "
-    "payload a rank, as in nccl-tests doc/PERFORMANCE.md"
+    "ZeRO (arXiv 1910.02054) section VII-A: an all-reduce moves 2 Psi; exactly, a rank "
+    "sends 2(N-1)/N of the payload, as in nccl-tests doc/PERFORMANCE.md"
 )
 
 
@@ -61,7 +61,7 @@ class NaiveDDP(Single):
 
     strategy = "naive_ddp"
     frees_gradients = True
-    source = f"gradients once a step, whatever the micro-batches. {_ALL_REDUCE}"
+    source = f"gradients once per step, whatever the micro-batches. {_ALL_REDUCE}"
 
     def flows(self) -> list[Flow]:
         """2 (N-1) G bytes: one all-reduce for each trained tensor (or what its algorithm sends)."""
@@ -78,7 +78,7 @@ class DDP(Single):
 
     strategy = "ddp"
     source = (
-        "gradients as naive_ddp; floating-point buffers are broadcast once a step, N-1 copies: "
+        "gradients as naive_ddp; floating-point buffers are broadcast once per step, N-1 copies: "
         f"torch DistributedDataParallel, broadcast_buffers. {_ALL_REDUCE}"
     )
 

@@ -48,7 +48,7 @@ class Hybrid(CostModel):
     strategy = "hybrid"
     source = (
         "Narayanan et al. (arXiv 2104.04473) sections 3.1 to 3.3: the axes' costs add up, each on "
-        "what the others leave; in a pipeline shards are gathered and reduced once a step"
+        "what the others leave; in a pipeline shards are gathered and reduced once per step"
     )
 
     def __init__(self, facts: ModelFacts) -> None:

@@ -82,7 +82,7 @@ class DiLoCo(LocalSGD):
     strategy = "diloco"
     source = (
         "one all-reduce of the pseudo-gradient every H steps; the start and the outer momentum are "
-        "kept, 8 bytes a parameter in fp32: DiLoCo, arXiv 2311.08105, algorithm 1"
+        "kept, 8 bytes per parameter in fp32: DiLoCo, arXiv 2311.08105, algorithm 1"
     )
 
     def outer(self) -> int:

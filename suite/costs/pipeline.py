@@ -37,7 +37,7 @@ class Pipeline(Single):
     strategy = "pipeline"
     frees_gradients = True
     source = (
-        "Narayanan et al. (arXiv 2104.04473) sections 2.2 and 3.2.1: bsh elements a micro-batch "
+        "Narayanan et al. (arXiv 2104.04473) sections 2.2 and 3.2.1: bsh elements per micro-batch "
         "and boundary in each direction, v times with v chunks a rank; tied ends: Megatron-LM "
         "sums the gradients of embedding and head"
     )

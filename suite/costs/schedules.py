@@ -129,7 +129,7 @@ FORMS: dict[str, ClosedForm] = {
     "zb_v": ClosedForm(
         # Section 6 gives 2p for many micro-batches; with few [derived]: the last stages of a rank
         # come back after all m forwards, or rank + 1 of the second half are under way.
-        f"{_ZERO_BUBBLE}, section 6; below 2p [derived]",
+        f"{_ZERO_BUBBLE}, section 6; less than 2p with few micro-batches [derived]",
         lambda s: Fraction(0) if _is_full_v(s) else None,
         lambda s: (s.ranks - 1) * s.forward / 2 if _is_full_v(s) else None,
         lambda s, rank: min(2 * s.micro_batches, s.micro_batches + 1 + rank, 2 * s.ranks),

@@ -26,12 +26,11 @@ class TensorParallel(CostModel):
     frees_gradients = True
     divided = (True, True, True)
     source = (
-        "two all-reduces forward and two backward of bsh elements a layer: Megatron-LM (arXiv "
-        "1909.08053) section 3, arXiv 2104.04473 section 3.2; in their place all-gathers and "
-        "reduce-scatters of the same bytes: arXiv 2205.05198 section 4.2.2; one more pair for the "
-        "embedding and the head; a split loss sends a maximum and two or three sums a target; "
-        "gradients that are terms of a sum (of what stands on every rank while sequences are "
-        "split, of KV heads that several ranks have) once a step"
+        "each layer has two all-reduces forward and two backward of bsh elements: Megatron-LM "
+        "(arXiv 1909.08053) section 3, arXiv 2104.04473 section 3.2; or all-gathers and reduce-"
+        "scatters of the same bytes: arXiv 2205.05198 section 4.2.2; the embedding and the head "
+        "add one pair; a split loss sends a maximum and 2 or 3 sums per target; partial gradients "
+        "(replicated parameters if sequences are split, shared KV heads) are summed once per step"
     )
 
     #: Whether gradients have the padding of their parameters.

@@ -141,7 +141,7 @@ def why_not(setup: Setup, trigger: str) -> str:
     if trigger == triggers.TWO_DATA_AXES and not data <= {*found.axes}:
         return f"{system} has the axes {axes}"
     if trait in triggers.OF_COORDINATES and not sharing(found.axes):
-        return f"{system} has no axis whose ranks share out the batch"
+        return f"{system} has no axis that splits the batch over its ranks"
     if trigger == triggers.OF_STAGES and cutting("layers") not in found.axes:
         return f"{system} has no stages"
     return ""

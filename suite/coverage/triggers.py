@@ -83,7 +83,7 @@ FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     ),
     "model nested": ("units that pass tensors inside of containers", _has("passes", "nested")),
     "model recurrent": ("a cell that is called once a position", _is("charnames_rnn")),
-    "model gradient-penalty": ("a gradient in the loss, made in forward", _is("digits_penalty")),
+    "model gradient-penalty": ("a loss that holds a gradient of forward", _is("digits_penalty")),
 }
 
 

@@ -73,7 +73,7 @@ def _reach(backend: Backend) -> str:
         return "can run here, at any number of ranks"
     import torch
 
-    return f"can run here, at up to {torch.cuda.device_count()} ranks: one a GPU"
+    return f"can run here, at up to {torch.cuda.device_count()} ranks: one per GPU"
 
 
 def look(what: str, found: str, remedy: str, state: Literal["note", "bad"] = "bad") -> Finding:
@@ -236,7 +236,7 @@ def _mpi() -> Iterator[Finding]:
     where = f"{found.family} ({found.version}), {found.mpirun}"
     if said:
         errors = [line for line in said if "Error" in line]
-        remedy = "have one MPI only: mpi4py must find the library whose mpirun is found"
+        remedy = "install one MPI only: mpi4py and mpirun must belong to the same one"
         yield Finding(Mpi.name, "bad", f"{where}: {(errors or said)[0]}", remedy)
         return
     yield Finding(Mpi.name, "good", f"{where}: two processes talk")

@@ -100,7 +100,7 @@ def init(
     if note:
         echo(f"note: {note}", err=True)
     if code:
-        echo("not all cases hold, as the baseline says: until they do the gate breaks", err=True)
+        echo("the gate breaks until all cases pass; the baseline has some that do not", err=True)
     raise typer.Exit(code)
 
 

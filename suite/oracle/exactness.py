@@ -62,7 +62,7 @@ class Budget(Stored):
             return f"not exact in any dtype: {self.where}"
         if self.bits + ranks > have:
             need = f"{self.bits} bits and {ranks} for {world} ranks"
-            return f"exact sums need {need}, {dtype} has {have}; widest: {self.where}"
+            return f"exact sums need {need}, {dtype} has {have}; the widest is {self.where}"
         return ""
 
 

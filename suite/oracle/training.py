@@ -443,7 +443,7 @@ def no_oracle_because(workload: Workload, precision: Precision) -> str:
         statistics = precision.get("buffers", tensor_bytes.dtype_name(part.running_mean))
         if weights != statistics:
             dtypes = f"weights in {weights} and running statistics in {statistics}"
-            what = f"the policy leaves {name!r} ({type(part).__name__}) with {dtypes}"
+            what = f"under this policy {name!r} ({type(part).__name__}) has {dtypes}"
             remedy = f"there is nothing to compare with; give precision.buffers = {weights}"
             return f"{what}, which torch cannot compute on one device either: {remedy}"
     return ""

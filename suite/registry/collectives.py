@@ -19,6 +19,6 @@ def check(algorithm: str, world: int, ranks_per_node: int) -> None:
         remedy = nearest(algorithm, known, "algorithms")
         raise SelectionError(Problem("unknown algorithm", remedy, algorithm))
     if algorithm == HIERARCHICAL and (ranks_per_node < 1 or world % ranks_per_node):
-        what = f"hierarchical needs full nodes: {world} ranks, {ranks_per_node} a node"
+        what = f"hierarchical needs full nodes: {world} ranks, {ranks_per_node} per node"
         remedy = "give --ranks-per-node a divisor of --world, or another algorithm"
         raise SelectionError(Problem(what, remedy, algorithm))

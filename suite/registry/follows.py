@@ -98,7 +98,7 @@ def problem(declared: Capabilities) -> str:
     for name, text in declared.follows.items():
         rule, setting = StateRule(name, text), name.removeprefix(SETTING)
         if "*" in name.removesuffix("*"):
-            return f"follows: {name!r} has a '*' before its end"
+            return f"follows: {name!r} may have a '*' only at its end"
         if name.startswith(SETTING) and setting not in SETTINGS:
             known = ", ".join(SETTING + one for one in SETTINGS)
             return f"follows: {name!r} is not a setting of updates; valid: {known}"

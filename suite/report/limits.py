@@ -118,7 +118,7 @@ def _of_cases(run: Run) -> Iterator[Limit]:
     events = seen(run.cases) if len(run.cases) >= MANY else {}
     unseen = tuple((name,) for name, count in events.items() if not count)
     yield Limit("Never seen", why, ("event",), unseen)
-    why = "Their bound is a multiple of one device's own error, so small faults go unseen."
+    why = "Their bound is a multiple of one device's rounding error: smaller faults go unseen."
     loose = ((r, name) for kind, r, name in kinds if kind == verdicts.WORKING_PRECISION_ONLY)
     used = ((r, name, sorted({r.case.dtype, *r.case.precision.values()})) for r, name in loose)
     pairs = [((name, ", ".join(dtypes)), r.id) for r, name, dtypes in used]

@@ -26,7 +26,7 @@ MEASURED = HEADINGS.index("measured")
 FAILS = " (fail)"
 #: What the accounting ids mean.
 ACCOUNTING = (
-    "bytes a parameter, its gradient, its masters and optimizer state: A32 4+4+8, A16 2+2+12, "
+    "bytes of a parameter, its gradient, its masters and optimizer state: A32 4+4+8, A16 2+2+12, "
     "M18 2+4+12, B8 2+2+4, S4 2+2+0"
 )
 

@@ -290,7 +290,7 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
                 remedy = f"write {{name: {given}}}{about}"
         elif isinstance(given, list) and location == ["workload"]:
             remedy = (
-                f"give one here, variants, each with a label, as the axis matrix.workload{about}"
+                f"give one here; variants, each with a label, belong under matrix.workload{about}"
             )
     return Problem(what, remedy, value, file, node.locate(location))
 

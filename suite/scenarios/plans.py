@@ -148,7 +148,7 @@ def _unfit_members(plan: schema.MembershipPlan, cell: Cell) -> Iterator[Wrong]:
                 yield where, f"rank {rank} is no member of step {step}", remedy, rank
             now = [one for one in now if one != rank]
             if not now:
-                yield where, f"no member is left of step {step}", "keep at least one alive", rank
+                yield where, f"no member is left in step {step}", "keep at least one alive", rank
             continue
         if step in [one.step for one in plan.changes[:at]]:
             yield ["changes", at, "step"], "two changes before one step", "merge them", step

@@ -71,7 +71,7 @@ def _wrong(scenario: schema.Scenario, vocabulary: Vocabulary, cell: Cell) -> Ite
     yield from _of_kind(scenario, workload, cell)
     scaler = cell.optimizer and cell.optimizer.scaler
     if OVERFLOW in workload.traits and cell.optimizer is not None and scaler is None:
-        what = f"trait {OVERFLOW} needs a loss scaler, which skips its infinite gradients"
+        what = f"trait {OVERFLOW} makes gradients infinite: a loss scaler must skip them"
         remedy = "give the optimizer a scaler, e.g. {name: sgd, scaler: {interval: 2}}"
         yield ["matrix", "optimizer"], what, remedy
     yield from _of_relation(scenario, cell)

@@ -148,7 +148,7 @@ class Expect(Model):
         description="floating-point payload of one optimizer step, in bytes summed over ranks: a "
         "named formula, or an expression of numbers, facts, + - * / ( ) min max ceil",
     )
-    buckets: int | None = Field(None, ge=1, le=100_000, description="minimum of buckets a step")
+    buckets: int | None = Field(None, ge=1, le=100_000, description="minimum of buckets per step")
     refuses: str | None = Field(None, min_length=1, description="text in the refusal")
     relation: Relation | None = Field(None, description="to a second run: see check `relations`")
 

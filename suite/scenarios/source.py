@@ -209,7 +209,7 @@ class _Reader:
             what = f"nested deeper than {MAX_DEPTH} levels"
             raise self.error(node.line, what, "use fewer aliases")
         if node.size > MAX_NODES:
-            what = f"over {MAX_NODES:,} nodes once aliases are expanded"
+            what = f"over {MAX_NODES:,} YAML nodes after aliases are expanded"
             raise self.error(node.line, what, "use fewer")
         return node
 

@@ -202,7 +202,7 @@ class Compared:
         self._look(optimizer)
         if before != [one.described for one in self.found.tracked]:
             self._sums = {}
-            self.seen.not_compared["gradients"] = "the step puts other parameters in their place"
+            self.seen.not_compared["gradients"] = "the step replaces the parameters by others"
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the parameters, again if there are others than before."""

@@ -190,8 +190,8 @@ def _optimizers(judged: Judged) -> Table:
         for place, seen in enumerate(first.optimizers if first else ())
     ]
     headings = ("optimizer", "steps", "compared at", "parameters", "bytes")
-    times = ("ms a comparison", "ms a step", "steps between comparisons")
-    note = f"as rank {first.rank if first else 0} saw it; the last choice of steps"
+    times = ("ms per comparison", "ms per step", "steps between comparisons")
+    note = f"as rank {first.rank if first else 0} saw it; `steps between` is the latest choice"
     return Table("Replicas", (*headings, *times), rows, notes=[note], align="lrlrrrrr")
 
 

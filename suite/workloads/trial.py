@@ -161,7 +161,7 @@ def _check_values(family: OwnWorkload, workload: Workload) -> None:
     for what in ("inputs", "targets", "weights"):
         if not torch.equal(*(getattr(batch, what) for batch in batches)):
             remedy = "draw with its generator alone"
-            raise WorkloadError(f"{family.name}: batch(...) gives other {what}: {remedy}")
+            raise WorkloadError(f"{family.name}: batch(...) varies in its {what}: {remedy}")
 
 
 def _other_losses(family: OwnWorkload, one: _Attempt, two: _Attempt) -> WorkloadError:

@@ -331,7 +331,7 @@ def test_strong_scaling_shares_the_batch_and_ends_with_it() -> None:
     assert steps[4].compute_seconds == pytest.approx(0.002 + 0.004 + 0.004)
     assert steps[4].step_seconds > steps[4].compute_seconds
     for world in WORLDS[4:]:
-        with pytest.raises(Unmodelled, match=f"^16 samples do not go round {world} ranks$"):
+        with pytest.raises(Unmodelled, match=f"^16 samples are too few for {world} ranks$"):
             ground.step_at(world, grows, "strong", 16)
     # 16 samples on 3 ranks: one of them has 6, and the others wait for it.
     three = ground.step_at(3, grows, "strong", 16)

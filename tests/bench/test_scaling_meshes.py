@@ -204,7 +204,7 @@ def test_replicas_of_shards_are_modelled_where_all_calls_cost_the_same(tmp_path:
     assert 0 < fewer < less["communication_seconds"], "only the axis that grows costs more"
     far = replace(hybrid, world=64, workload=hybrid.at(64).workload)
     late = figures(line_of(far, {"replicate": 32, "shard": 2}, "fsdp", probed(4, samples)))
-    assert late["problem"] == "8 samples do not go round 64 ranks"
+    assert late["problem"] == "8 samples are too few for 64 ranks"
 
 
 def test_calls_inside_nodes_and_between_them_have_no_one_alpha(tmp_path: Path) -> None:

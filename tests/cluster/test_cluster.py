@@ -158,7 +158,10 @@ def test_images_and_compose_have_not_the_label_of_clusters() -> None:
     [
         (["ddp-gpt", "--nodes", "0"], "--nodes"),
         (["ddp-gpt", "--ranks-per-node", "99"], "--ranks-per-node"),
-        (["ddp-gpt", "--memory", "2 parsecs"], "'2 parsecs' is not a size of at least 512m"),
+        (
+            ["ddp-gpt", "--memory", "2 parsecs"],
+            "'2 parsecs' is not a valid size: give 512m or more",
+        ),
         (["ddp-gpt", "--bandwidth", "fast"], "'fast' is not a rate between 1mbit and 10gbit"),
         (["ddp-gpt", "--bandwidth", "20gbit"], "'20gbit' is not a rate between 1mbit and 10gbit"),
         (["ddp-gpt", "--bandwidth", "1gbit", "--nodes", "1"], "choose --nodes 2"),

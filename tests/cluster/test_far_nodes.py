@@ -193,7 +193,10 @@ def test_one_node_has_less(tmp_path: Path) -> None:
         (["--memory", "900000g"], "'900000g' is more than the"),
         (["--slow-node", "1:bandwidth=fast"], "'fast' is not a rate"),
         (["--slow-node", "2:cpus=0.5"], "there is no node 2"),
-        (["--slow-node", "0:cpus=0.5", "--nodes", "1"], "one node is not slower than others"),
+        (
+            ["--slow-node", "0:cpus=0.5", "--nodes", "1"],
+            "a single node cannot be slower than others",
+        ),
     ],
 )
 def test_bad_weather_is_told_before_anything_is_built(

@@ -140,7 +140,9 @@ def test_an_image_tells_why_it_is_old(checkout: Path) -> None:
     changed = inputs(TORCH="torch==2.14.1")
     assert image_inputs.why_old(label, changed, checkout) == "old: other suite, TORCH"
     elsewhere = image_inputs.why_old(label, inputs(), checkout.parent)
-    assert elsewhere.endswith("suite; built from another checkout: IMAGE=NAME gives each its own")
+    assert elsewhere.endswith(
+        "suite; it is of another checkout: IMAGE=NAME gives each its own image"
+    )
 
 
 class Images:

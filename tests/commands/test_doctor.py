@@ -58,7 +58,7 @@ def test_nccl_is_told_with_as_many_ranks_as_gpus(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     for name in ("nccl", "gloo_cuda"):
         monkeypatch.setattr(type(BACKENDS[name]), "available", lambda self, world=1: None)
-    assert by_what()["nccl"].found == "can run here, at up to 3 ranks: one a GPU"
+    assert by_what()["nccl"].found == "can run here, at up to 3 ranks: one per GPU"
 
 
 # ------------------------------------------------------------------------------------ the machine

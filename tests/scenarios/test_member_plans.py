@@ -75,7 +75,7 @@ def test_a_plan_gives_every_cell_once_more() -> None:
         ("deaths: [{rank: 1, step: 1}, {rank: 1, step: 2}]", "rank 1 is no member of step 2"),
         (
             "deaths: [{rank: 0, step: 1}, {rank: 1, step: 1}, {rank: 2, step: 1}]",
-            "no member is left of step 1",
+            "no member is left in step 1",
         ),
         ("deaths: [{rank: 1, step: 9}]", "there is no such step"),
         ("", "no rank joins, leaves or dies"),

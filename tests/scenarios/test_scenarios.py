@@ -262,7 +262,7 @@ FAULTS: dict[str, tuple[str, str, int, str]] = {
         "  name: gpt\n  traits: [tied]",
         "  - gpt",
         4,
-        "variants, each with a label, as the axis matrix.workload",
+        "variants, each with a label, belong under matrix.workload",
     ),
     "tab": ("  name: gpt", "\tname: gpt", 5, "spaces, not tabs"),
     "second document": ("sees:", "---\nsees:", 3, "second document"),
@@ -355,7 +355,7 @@ def test_alias_bomb_is_refused_before_anything_is_built() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
     text = refused("\n".join(lines), load_text)
-    assert "over 100,000 nodes once aliases are expanded" in text
+    assert "over 100,000 YAML nodes after aliases are expanded" in text
 
 
 def test_limits_of_aliases_depth_and_size() -> None:

@@ -65,7 +65,7 @@ def test_what_was_kept_of_other_parameters_is_dropped() -> None:
     step(one, optimizer)
     assert [*one._sums] == ["parameters"]
     assert one.found.tracked[0].name == "other"
-    assert one.seen.not_compared["gradients"] == "the step puts other parameters in their place"
+    assert one.seen.not_compared["gradients"] == "the step replaces the parameters by others"
 
 
 def test_a_model_that_outlives_its_group_is_passed_over() -> None:

@@ -66,9 +66,13 @@ def test_unknown_knobs_and_values_are_refused() -> None:
         kinds.CALLS.check(WorkloadSpec("calls", params={"strenght": 2}))
     with pytest.raises(WorkloadError, match="must be one of 'all_reduce'"):
         kinds.CALLS.check(WorkloadSpec("calls", params={"operation": "allreduce"}))
-    with pytest.raises(WorkloadError, match="size = 'large' is of operation: broadcast alone"):
+    with pytest.raises(
+        WorkloadError, match="size = 'large' is allowed only with operation: broadcast"
+    ):
         kinds.CALLS.check(WorkloadSpec("calls", params={"operation": "gather", "size": "large"}))
-    with pytest.raises(WorkloadError, match="source = 'any' is of operation: send_recv alone"):
+    with pytest.raises(
+        WorkloadError, match="source = 'any' is allowed only with operation: send_recv"
+    ):
         kinds.CALLS.check(WorkloadSpec("calls", params={"operation": "batch", "source": "any"}))
     with pytest.raises(WorkloadError, match="no traits"):
         kinds.CALLS.check(WorkloadSpec("calls", traits=("tied",)))

@@ -31,7 +31,7 @@ mutant = declare.family(
 )
 
 
-@mutant("local_forgets_the_average", says="no meeting took place", killed_by=MISSED)
+@mutant("local_forgets_the_average", says="the ranks did not synchronize", killed_by=MISSED)
 class ForgetsTheAverage(LocalSGD):
     """Ranks never average."""
 
@@ -58,7 +58,7 @@ class AveragesInEveryStep(LocalSGD):
 
 @mutant(
     "local_averages_clones",
-    says="no meeting took place",
+    says="the ranks did not synchronize",
     zoo=("G04",),
     killed_by=("equivalence", "replicas"),
 )
@@ -110,7 +110,7 @@ class TakesTheFirst(LocalSGD):
             self.comm.broadcast(parameter.detach())
 
 
-@mutant("local_averages_all_but_the_last", says="no meeting took place", killed_by=MISSED)
+@mutant("local_averages_all_but_the_last", says="the ranks did not synchronize", killed_by=MISSED)
 class AveragesAllButTheLast(LocalSGD):
     """The last parameter is left out of the mean."""
 

@@ -95,7 +95,7 @@ class StartNotMoved(DiLoCo):
 
 @mutant(
     "outer_step_for_nobody",
-    says="no meeting took place",
+    says="the ranks did not synchronize",
     killed_by=("equivalence", "replicas"),
 )
 class StepForNobody(DiLoCo):

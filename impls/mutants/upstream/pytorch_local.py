@@ -44,7 +44,10 @@ class Averager(PeriodicModelAverager):
 
 
 @mutant(
-    "torch_local_averages_clones", says="no meeting took place", zoo=("G04",), killed_by=MISSED[:2]
+    "torch_local_averages_clones",
+    says="the ranks did not synchronize",
+    zoo=("G04",),
+    killed_by=MISSED[:2],
 )
 class AveragesClones(Averager):
     """The averager gets copies of the parameters, which are not trained."""
@@ -53,7 +56,7 @@ class AveragesClones(Averager):
         super().meet([parameter.detach().clone() for parameter in parameters])
 
 
-@mutant("torch_local_never_averages", says="no meeting took place", killed_by=MISSED)
+@mutant("torch_local_never_averages", says="the ranks did not synchronize", killed_by=MISSED)
 class NeverAverages(Averager):
     """The optimizer steps without its averager, so ranks never average."""
 
@@ -83,7 +86,7 @@ class DividesByThePeriod(Averager):
             parameter.data.mul_(dist.get_world_size(self.process_group) / self.period)
 
 
-@mutant("torch_local_counts_from_one", says="no meeting took place", killed_by=MISSED)
+@mutant("torch_local_counts_from_one", says="the ranks did not synchronize", killed_by=MISSED)
 class CountsFromOne(PeriodicModelAverager):
     """The averager counts from 1, so meetings come one step early and the first never."""
 
@@ -101,7 +104,7 @@ class PeriodOfOne(PeriodicModelAverager):
         self.period = 1
 
 
-@mutant("torch_local_starts_late", says="no meeting took place", killed_by=MISSED)
+@mutant("torch_local_starts_late", says="the ranks did not synchronize", killed_by=MISSED)
 class StartsLate(PeriodicModelAverager):
     """Warm-up steps are requested, but no hook sums the gradients meanwhile."""
 
@@ -109,7 +112,9 @@ class StartsLate(PeriodicModelAverager):
         super().__init__(period, warmup_steps=2, process_group=process_group)
 
 
-@mutant("torch_local_some_of_the_group", says="no meeting took place|differ", killed_by=MISSED)
+@mutant(
+    "torch_local_some_of_the_group", says="the ranks did not synchronize|differ", killed_by=MISSED
+)
 class SomeOfTheGroup(PeriodicModelAverager):
     """The averager's group has only the first two ranks, so the third never meets them."""
 
@@ -117,7 +122,7 @@ class SomeOfTheGroup(PeriodicModelAverager):
         super().__init__(period, process_group=dist.new_group([0, 1]))
 
 
-@mutant("torch_local_all_but_the_last", says="no meeting took place", killed_by=MISSED)
+@mutant("torch_local_all_but_the_last", says="the ranks did not synchronize", killed_by=MISSED)
 class AllButTheLast(Averager):
     """The last parameter is left out of the mean."""
 

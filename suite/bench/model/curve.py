@@ -80,7 +80,7 @@ def update_share(cost_model: CostModel) -> float:
     locals_ = map(cost_model.local, some)
     own = [sum((at.optimizer or at.gradients or at.parameters).values()) for at in locals_]
     if whole and not max(own):
-        what = f"{cost_model.strategy} has no formula of what a rank updates on this mesh"
+        what = f"formulas of {cost_model.strategy} do not say what a rank updates on this mesh"
         raise NoCostModel(what)
     return min(1.0, max(own) / whole) if whole else 1.0
 
@@ -139,7 +139,7 @@ class Ground:
         mesh = {**facts.axes, axis: ranks}
         shares = size(mesh, sharing(mesh))
         if shares_batch and samples < shares:
-            raise Unmodelled(f"{samples} samples do not go round {shares} ranks")
+            raise Unmodelled(f"{samples} samples are too few for {shares} ranks")
         # The rank that has most samples sets the pace.
         own = math.ceil(samples / shares) if shares_batch else samples
         try:

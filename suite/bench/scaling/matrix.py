@@ -70,7 +70,7 @@ class ScaledSystem(SystemModel):
     @model_validator(mode="after")
     def _names_its_mesh(self) -> ScaledSystem:
         if (self.mesh or self.micro_batches) and self.label is None:
-            raise ValueError("a mesh or micro-batches need a label, to distinguish ids")
+            raise ValueError("add a label to a mesh or micro-batches, to distinguish ids")
         if self.grows in self.mesh:
             raise ValueError(f"{self.grows} grows, so that `mesh` cannot give its size")
         return self
@@ -120,8 +120,8 @@ class ScalingScenario(sides.TimedScenario):
     )
     bandwidths: list[Annotated[str, AfterValidator(_rate)]] = Field(
         default_factory=list,
-        description="what nodes of a cluster send with: unlimited, 100mbit, 1gbit; `shardproof "
-        "cluster bench` times each (default: wherever it is timed)",
+        description="rates at which nodes send: unlimited, 100mbit, 1gbit; `shardproof "
+        "cluster bench` measures each (default: the network as it is)",
     )
     blocks: int = Field(CELL_BLOCKS, ge=2, le=100_000, description="blocks of a measured cell")
     implementations: list[SystemField] = Field(min_length=1, description="systems")

@@ -267,12 +267,12 @@ def of_meeting(evidence: CoordinateEvidence, step: int) -> str:
 
     if not truth.met:
         early = is_near(mean) and not is_near(own)
-        return "ranks have met before the step that was due: these are means" if early else ""
+        return "ranks synchronized before the step that was due: these are means" if early else ""
     for number, end in enumerate(each_end):
         if all(is_near(end, flat(each)) for each in shown):
             return f"no mean was taken: all ranks have the parameters of data coordinate {number}"
     if is_near(own):
-        return "no meeting took place: this is the result of the rank's own update"
+        return "the ranks did not synchronize: this is the result of the rank's own update"
     ratio = float(have @ mean / (mean @ mean))
     if is_near(mean, want) and is_near(ratio * mean):
         return f"{ratio:.6g} times the mean of the ranks' own results"
@@ -290,5 +290,5 @@ def of_meeting(evidence: CoordinateEvidence, step: int) -> str:
     if float((made - ratio * due).norm()) > most:
         return ""
     if ratio < 0:
-        return f"the outer step leads away from the ranks' results: {ratio:.6g} times the right one"
+        return f"the outer step goes the wrong way: {ratio:.6g} times the right one"
     return f"{ratio:.6g} times the outer step that was due"

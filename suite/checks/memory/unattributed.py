@@ -47,7 +47,7 @@ def why_not(evidence: Figures) -> str:
     """Why temporaries are not judged here; empty: they are."""
     case, declaration, facts = evidence.case, evidence.declaration, evidence.model_facts
     if case.implementation.partition("/")[0] not in _OURS:
-        return "another system's temporaries are its own"
+        return "only temporaries of reference systems are judged"
     is_bounded = strategies.of(declaration.strategy).bounds_temporaries
     if not is_bounded or evidence.family is not None or facts is None:
         return "no strategy of which it is known"

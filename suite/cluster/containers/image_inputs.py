@@ -124,7 +124,7 @@ def why_old(label: str, inputs: Mapping[str, str], root: Path = ROOT) -> str:
     changed = [name for name in names if before["inputs"].get(name) != now["inputs"].get(name)]
     what = f"old: other {', '.join(changed or ['places of packages'])}"
     if before["checkout"] != now["checkout"]:
-        what += "; built from another checkout: IMAGE=NAME gives each its own"
+        what += "; it is of another checkout: IMAGE=NAME gives each its own image"
     return what
 
 

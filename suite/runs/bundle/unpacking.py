@@ -134,7 +134,7 @@ class _Reader:
         """Exactly ``size`` bytes, or a refusal."""
         self._left -= size
         if self._left < 0:
-            self.refuse("unpacks to more bytes than any run has for its size")
+            self.refuse("unpacks to more bytes than a run in so small an archive can have")
         data = self._stream.read(size)
         while len(data) < size:
             more = self._stream.read(size - len(data))
@@ -272,7 +272,7 @@ def _listing(reader: _Reader, run: str, text: bytes) -> tuple[Listing, list[str]
     except DAMAGE as error:
         reader.refuse(f"has a damaged {form.LISTING}: {type(error).__name__}", one_line(str(error)))
     if listing.run != run or len({m.name for m in listing.members}) != len(listing.members):
-        reader.refuse(f"has a damaged {form.LISTING}: another run, or a file listed twice", run)
+        reader.refuse(f"has a damaged {form.LISTING}: of another run, or a file listed twice", run)
     wrong = fields.get("digest") != listing.digest
     return listing, [f"{reader.archive / form.LISTING}: was changed"] if wrong else []
 

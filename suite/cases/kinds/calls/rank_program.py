@@ -196,7 +196,7 @@ class _Caller:
         for buffer in flight.buffers:
             count, sentence = buffer.problem()
             if count and flight.works and self.looks and self._appears(buffer):
-                early = "its work said that it was done before it was"
+                early = "its work handle reported completion too early"
                 fault = "which is the backend's fault, not the program's"
                 sentence += f"; the right result came later: {early}, {fault}"
             if count:

@@ -102,9 +102,9 @@ def resolve(spec: WorkloadSpec) -> Params:
     """
     params = untrained_values(spec, KNOBS)
     if params["size"] == LARGE and params["operation"] != "broadcast":
-        raise WorkloadError(f"{NAME}: size = {LARGE!r} is of operation: broadcast alone")
+        raise WorkloadError(f"{NAME}: size = {LARGE!r} is allowed only with operation: broadcast")
     if params["source"] == "any" and params["operation"] != "send_recv":
-        raise WorkloadError(f"{NAME}: source = 'any' is of operation: send_recv alone")
+        raise WorkloadError(f"{NAME}: source = 'any' is allowed only with operation: send_recv")
     return params
 
 
