@@ -39,7 +39,7 @@ class ForgetsTheAverage(LocalSGD):
         pass
 
 
-@mutant("local_averages_a_step_early", says="ranks have met before", killed_by=MISSED)
+@mutant("local_averages_a_step_early", says="ranks synchronized before", killed_by=MISSED)
 class AveragesAStepEarly(LocalSGD):
     """Steps are counted from 1, so a meeting comes one step early."""
 
@@ -48,7 +48,7 @@ class AveragesAStepEarly(LocalSGD):
             self.meet()
 
 
-@mutant("local_averages_in_every_step", says="ranks have met before", killed_by=MISSED)
+@mutant("local_averages_in_every_step", says="ranks synchronized before", killed_by=MISSED)
 class AveragesInEveryStep(LocalSGD):
     """The option ``every`` has no effect: ranks meet in every step."""
 

@@ -95,7 +95,7 @@ class CountsFromOne(PeriodicModelAverager):
         self.step = 1
 
 
-@mutant("torch_local_period_of_one", says="ranks have met before", killed_by=MISSED)
+@mutant("torch_local_period_of_one", says="ranks synchronized before", killed_by=MISSED)
 class PeriodOfOne(PeriodicModelAverager):
     """The option ``every`` does not reach the averager, so ranks average in every step."""
 
