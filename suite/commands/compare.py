@@ -62,9 +62,7 @@ class ShownOptions:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN RUN...", help="runs, baselines or bundles; the first is the reference"
-        ),
+        typer.Argument(metavar="RUN RUN...", help="runs, baselines or bundles, reference first"),
     ],
     *,
     shown: ShownOptions,
