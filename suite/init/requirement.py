@@ -20,8 +20,11 @@ def default() -> tuple[str, str]:
     """A requirement for pip that gives the code of this installation, and a note (or ``""``).
 
     Only an installation from an index may be named by its version: no index may have the version of
-    a checkout (PEP 610: the file ``direct_url.json`` is missing exactly after an index).
+    a checkout (PEP 610: the file ``direct_url.json`` is missing exactly after an index, and in the
+    metadata that setuptools leaves in a checkout).
     """
+    if (_ROOT / "pyproject.toml").is_file():
+        return of_checkout(_ROOT)
     try:
         found = importlib.metadata.distribution("shardproof").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

@@ -126,7 +126,7 @@ def test_one_rank_alone_is_on_the_same_axes(tmp_path: Path) -> None:
         ("worlds: [2, 4, 8]", "worlds: [4, 2]", 15, "worlds must grow"),
         ("mesh: {shard: 2}", "mesh: {shards: 2}", 14, "shard"),
         ("grows: pipe", "grows: pipe, mesh: {pipe: 2}", 16, "pipe grows, so that `mesh`"),
-        ("label: two, grows", "grows", 16, "a mesh or micro-batches need a label"),
+        ("label: two, grows", "grows", 16, "add a label to a mesh or micro-batches"),
         ("micro_batches: 2", "micro_batches: 0", 16, "micro_batches"),
     ],
 )

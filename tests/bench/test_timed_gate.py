@@ -132,13 +132,15 @@ def test_what_a_run_need_not_have_is_no_part_of_the_share(gate: Judge) -> None:
     ):
         found = gate(old, new, text)
         assert found.exit_code == verdicts.HELD, found.sentence()
-        assert "100% decided" in found.sentence()
+        assert "; 100% of the results that the baseline decided" in found.sentence()
 
 
 def test_a_slower_ratio_has_failed(gate: Judge) -> None:
     old, new = ([made.bench("zero1", mean, 1e-4, 40)] for mean in (0.0, 0.5))
-    assert ": 1 failed; 100% decided" in gate(old, new).sentence().replace("0 passed, ", "")
-    assert ": 1 passed; 100% decided" in gate(old, old).sentence()
+    assert ": 1 failed; 100% of the results that" in gate(old, new).sentence().replace(
+        "0 passed, ", ""
+    )
+    assert ": 1 passed; 100% of the results that" in gate(old, old).sentence()
 
 
 def test_ratios_that_show_nothing_decide_nothing(gate: Judge) -> None:

@@ -291,7 +291,7 @@ def test_what_is_declined_must_mean_something(system: Any, says: str) -> None:
         ({"implementation": "plain", "state": own.Before}, "state= belongs to hook="),
         ({"tensor_plan": own.NO_PLAN}, "'colwise' is no ParallelStyle"),
         ({"schedule": own.Before}, "is no schedule class of torch.distributed.pipelining"),
-        ({"schedule": "own_things:three.csv"}, "there is no file three.csv beside own_things"),
+        ({"schedule": "own_things:three.csv"}, "there is no file three.csv next to own_things"),
         ({"implementation": "plain", "settings": "sgd"}, "settings= belongs to optimizer="),
     ],
 )

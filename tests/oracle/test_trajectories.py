@@ -114,4 +114,4 @@ def test_a_layer_may_be_called_as_slots_are() -> None:
 def test_a_case_in_which_ranks_never_meet_proves_nothing() -> None:
     rows = prove("reference/local_sgd", worlds=(2,), options={"every": 9}, backends=("in_memory",))
     assert list(rows["verdict"]) == ["precondition"], list(rows["reason"])
-    assert "meet in none of the 3 steps" in rows["reason"][0]
+    assert "never synchronize in the 3 steps" in rows["reason"][0]

@@ -111,7 +111,7 @@ def test_more_bytes_than_listed_are_refused(
     monkeypatch.setattr(unpacking.form, "CHUNK", 1 << 12)
     zeros = bytes(8 << 20)
     for name in ("r/run.json", "r/added"):
-        with pytest.raises(SelectionError, match=r"more bytes than (any run|its list)"):
+        with pytest.raises(SelectionError, match=r"more bytes than (a run|its list)"):
             verify_archive(small(tmp_path / "bomb.tar.gz", (name, zeros)))
     bomb = tmp_path / "bomb.tar.gz"
     with gzip.open(small(bomb), "ab") as stream:

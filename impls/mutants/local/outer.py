@@ -15,7 +15,7 @@ from shardproof.impls.reference.diloco import DiLoCo, ReferenceDiLoCo
 mutant = declare.family(ReferenceDiLoCo, options={"every": 2}, steps=4, killed_by=("equivalence",))
 
 
-@mutant("outer_pseudo_gradient_reversed", says="away from the ranks' results", zoo=("G05",))
+@mutant("outer_pseudo_gradient_reversed", says="the outer step goes the wrong way", zoo=("G05",))
 class PseudoGradientReversed(DiLoCo):
     """The pseudo-gradient has the wrong sign, so the outer step undoes the training."""
 
