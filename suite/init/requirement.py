@@ -23,7 +23,7 @@ def default() -> tuple[str, str]:
     a checkout (PEP 610: the file ``direct_url.json`` is missing exactly after an index, and in the
     metadata that setuptools leaves in a checkout).
     """
-    if (_ROOT / "pyproject.toml").is_file():
+    if (_ROOT / "suite").is_dir():  # a checkout: an installed package has another name
         return of_checkout(_ROOT)
     try:
         found = importlib.metadata.distribution("shardproof").read_text("direct_url.json")

@@ -18,6 +18,7 @@ from typing import Literal
 
 from shardproof.backends.errors import all_do, differing_calls, members_of, name_ranks, spans
 from shardproof.backends.heartbeat import ORDERED, Noted
+from shardproof.launch.frames import SUITE
 
 #: ``dead peer``: it is gone or stopped; ``rendezvous``: it never came to the making of a group;
 #: ``desync``: it lives, and makes other calls or none; ``lost node``: its node is paused, or cut
@@ -55,10 +56,6 @@ class Autopsy:
     cause: Cause
     sentence: str
     rank: int | None
-
-
-#: In paths of the suite's own code.
-_SUITE = "/shardproof/"
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def find_mismatch(standings: Sequence[Standing]) -> Autopsy | None:
     )
     known = {r: those[r].place for r in (rank, other)}
     # Of the rank that is not blamed only a line of the user's own helps.
-    places = [f"rank {r} {at}" for r, at in known.items() if at and (r == rank or _SUITE not in at)]
+    places = [f"rank {r} {at}" for r, at in known.items() if at and (r == rank or SUITE not in at)]
     sentence = f"desync: {differs}" + (f" ({', '.join(places)})" if places else "")
     return Autopsy("desync", sentence, rank)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shlex
@@ -362,6 +363,19 @@ def test_ci_installs_the_commit_of_a_checkout(tmp_path: Path, remote: str, wante
     else:
         assert found == f"shardproof @ {tmp_path.as_uri()}"
         assert "only this machine has" in note and "--install" in note
+
+
+def test_metadata_that_lies_in_a_checkout_is_no_installation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """setuptools leaves some there, without the source: as after an index."""
+
+    class Metadata:
+        def read_text(self, name: str) -> None:
+            assert name == "direct_url.json"
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Metadata())
+    assert requirement.default() == requirement.of_checkout(ROOT)
 
 
 def test_ci_installs_what_was_installed_from_elsewhere() -> None:

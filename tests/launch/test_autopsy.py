@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from shardproof.backends.heartbeat import Noted
-from shardproof.launch import autopsy
+from shardproof.launch import autopsy, frames
 from shardproof.launch.autopsy import Standing
 
 
@@ -157,3 +157,19 @@ def test_nothing_is_said_where_nobody_waits_for_another() -> None:
 def test_calls_match_where_groups_differ() -> None:
     ranks = {0: [collective(1, 4, group=1)], 1: [collective(1, 5, group=2)]}
     assert autopsy.mismatch(ranks) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "is_named"),
+    [
+        ("in step (/home/me/shardproof/mine.py:3)", True),  # the README's name for a clone
+        (f"in step ({frames.SUITE}/impls/reference/ddp.py:3)", False),
+    ],
+)
+def test_of_the_other_rank_a_line_of_the_users_is_named(place: str, is_named: bool) -> None:
+    calls = [[collective(1, size)] for size in (4, 4, 8)]
+    at = [place, place, "in step (mine.py:2)"]
+    ranks = [Standing(r, "waits", calls=calls[r], place=at[r]) for r in range(3)]
+    one = autopsy.find_mismatch(ranks)
+    assert one is not None and one.rank == 2 and "rank 2 in step (mine.py:2)" in one.sentence
+    assert (f"rank 0 {place}" in one.sentence) == is_named
