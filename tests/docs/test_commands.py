@@ -78,7 +78,7 @@ ELSEWHERE = {
 #: A run of this is what the pages call RUN.
 CASE = "ddp-gpt::reference/ddp+small_buckets::in_memory::replicate2::sgd::noclip::fp64::quick"
 #: Names of the reader's -> what stands for them here.
-STANDS_FOR = {"your_package.module:YourClass": "mine:Mine", "RUN": "results/RUN"}
+STANDS_FOR = {"your_package.module:YourClass": "my_ddp:MyDDP", "RUN": "results/RUN"}
 #: Seconds of a minute that a command may run cases in ``make slow``.
 BUDGET = "0.1"
 
@@ -174,7 +174,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A page that names files of a checkout says so; scenarios are found without one.
     (folder / "deploy").symlink_to(ROOT / "deploy")
     shutil.copytree(ROOT / "results", folder / "results", ignore=shutil.ignore_patterns("2*"))
-    for file, name in (("mine.py", "own-class"), ("mine.yaml", "own-schedule")):
+    pages = {
+        "mine.py": "own-class",
+        "my_ddp.py": "add-an-implementation",
+        "mine.yaml": "own-schedule",
+    }
+    for file, name in pages.items():
         page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
         found = re.search(rf"```\w+\n# {re.escape(file)}\n(.*?)```", page, re.DOTALL)
         assert found, f"{name} lost its {file}"
