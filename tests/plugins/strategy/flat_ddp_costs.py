@@ -2,8 +2,8 @@
 
 N ranks, G bytes of trained parameters, padded until N divides their elements:
 
-    reduce-scatter    (N-1) G bytes over all ranks, one call a rank
-    all-gather        (N-1) G bytes over all ranks, one call a rank
+    reduce-scatter    (N-1) G bytes over all ranks, one call per rank
+    all-gather        (N-1) G bytes over all ranks, one call per rank
     gradients         G bytes on each rank; parameters and optimizer state are whole
 """
 
