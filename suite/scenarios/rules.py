@@ -40,8 +40,15 @@ def problems(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem]:
             at: Keys = [*path, "workload", index]
             yield from cannot_be_built(file, vocabulary, at, workload_of(scenario, variant))
     yield from plans.problems(file)
-    expects = (scenario.expect, *(choice.expect for choice in scenario.matrix.implementation))
-    refuses = any(expect.refuses for expect in expects if expect)
+    choices = [*scenario.matrix.implementation, *scenario.matrix.workload]
+    expects = [e for e in (scenario.expect, *(choice.expect for choice in choices)) if e]
+    for name in ("traffic", "memory"):
+        if name not in scenario.checks and any(getattr(expect, name) for expect in expects):
+            what = f"expect.{name} needs the check `{name}`"
+            yield file.problem(
+                ["expect"], what, f"add {name} to checks", ", ".join(scenario.checks)
+            )
+    refuses = any(expect.refuses for expect in expects)
     if refuses != ("refusals" in scenario.checks):
         what = "expect.refuses and the check `refusals` belong together"
         yield file.problem(["checks"], what, "give both or neither", ", ".join(scenario.checks))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -67,6 +68,10 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+def _written(value: Any) -> Any:
+    return str(value) if type(value) in (int, float) else value
+
+
 @dataclass(frozen=True)
 class _Short:
     """A value may also be given in a short ``form``, which ``read`` makes a full one."""
@@ -88,7 +93,11 @@ Named = Annotated[Item, _Short(_named, lambda _: core_schema.str_schema())]
 
 
 #: What is not a formula is refused.
-Expression = Annotated[str, AfterValidator(lambda text: expression.parse(text) and text)]
+Expression = Annotated[
+    str,
+    BeforeValidator(_written, json_schema_input_type=str | float),
+    AfterValidator(lambda text: expression.parse(text) and text),
+]
 Sizes = Many[Size]
 Mesh = Annotated[dict[AxisName, Sizes], Field(min_length=1)]
 
@@ -140,6 +149,29 @@ Relation = Annotated[
 ]
 
 
+class MemoryExpect(Model):
+    """Bytes on the rank that holds most, and how many times less than full replication.
+
+    State is that after the last update; `activations` and `peak` are the largest of the last step.
+    """
+
+    parameters: Expression | None = Field(None, description="bytes: a formula, as of `traffic`")
+    masters: Expression | None = Field(None, description="bytes of fp32 copies")
+    gradients: Expression | None = Field(None, description="bytes after the update")
+    optimizer_state: Expression | None = Field(None, description="bytes, step counters included")
+    state: Expression | None = Field(None, description="bytes of these four together")
+    activations: Expression | None = Field(None, description="bytes kept for backward")
+    peak: Expression | None = Field(None, description="bytes of all classes at once")
+    ratio: Expression | None = Field(None, description="full replication's state over this state")
+    within: float = Field(0.0, ge=0, lt=1, description="largest relative error; 0: exact")
+
+    @model_validator(mode="after")
+    def _asks(self) -> MemoryExpect:
+        if not self.model_dump(exclude={"within"}, exclude_none=True):
+            raise ValueError("it names no figure, e.g. `ratio: zero1.memory_ratio`")
+        return self
+
+
 class Expect(Model):
     """Expectations beyond correct numbers."""
 
@@ -148,6 +180,7 @@ class Expect(Model):
         description="floating-point payload of one optimizer step, in bytes summed over ranks: a "
         "named formula, or an expression of numbers, facts, + - * / ( ) min max ceil",
     )
+    memory: MemoryExpect | None = Field(None, description="bytes by class, and a ratio")
     buckets: int | None = Field(None, ge=1, le=100_000, description="minimum of buckets per step")
     refuses: str | None = Field(None, min_length=1, description="text in the refusal")
     relation: Relation | None = Field(None, description="to a second run: see check `relations`")

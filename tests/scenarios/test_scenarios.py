@@ -55,7 +55,7 @@ WORDS = Vocabulary(
     backends=("in_memory", "gloo"),
     workloads=("gpt", "cnn"),
     traits=("tied", "frozen", "unused"),
-    checks=("equivalence", "traffic", "refusals"),
+    checks=("equivalence", "traffic", "memory", "refusals"),
     fault_of=_fault,
 )
 
@@ -295,6 +295,30 @@ FAULTS: dict[str, tuple[str, str, int, str]] = {
     "cell twice": ("- plain", "- plain\n    - plain", 7, "cell given twice"),
     "bad name": ("name: small", "name: Small One", 1, "name: should match pattern"),
     "formula": ("checks:", "expect: {traffic: 2 * wrold}\nchecks:", 15, "did you mean world?"),
+    "memory formula": (
+        "[equivalence, traffic]\n",
+        "[memory]\nexpect: {memory: {state: zero1.state_byte}}\n",
+        16,
+        "did you mean",
+    ),
+    "memory of no class": (
+        "[equivalence, traffic]\n",
+        "[memory]\nexpect: {memory: {optimiser: 12}}\n",
+        16,
+        "unknown key expect.memory.optimiser",
+    ),
+    "memory without a figure": (
+        "[equivalence, traffic]\n",
+        "[memory]\nexpect: {memory: {within: 0.1}}\n",
+        16,
+        "names no figure",
+    ),
+    "memory without its check": (
+        "checks:",
+        "expect: {memory: {ratio: 4}}\nchecks:",
+        15,
+        "expect.memory needs the check `memory`",
+    ),
     "refusal without check": ("checks:", "expect: {refuses: no}\nchecks:", 16, "ambiguous"),
     "refusal alone": ("checks:", "expect: {refuses: never}\nchecks:", 16, "belong together"),
 }

@@ -14,7 +14,8 @@ named.
 Temporaries, which nobody shows, may at their largest exceed those of one process by the model's
 largest unit and its largest parameter (:mod:`~shardproof.checks.memory.unattributed`).
 
-What is no state must not grow from step to step either (:mod:`~shardproof.checks.memory.growth`).
+What a scenario itself expects (``expect.memory``) is compared in addition
+(:mod:`~shardproof.checks.memory.asked`).  What is no state must not grow from step to step either (:mod:`~shardproof.checks.memory.growth`).
 Where gradients are gone when a step ends, the next forward of a step of one micro-batch holds none.
 
 *Cannot see* how large activations and buffers grow (measured, not judged), what an
@@ -33,7 +34,7 @@ from fractions import Fraction
 
 from shardproof import axes
 from shardproof.checks import Needs, Outcome, Worst
-from shardproof.checks.memory import growth, unattributed
+from shardproof.checks.memory import asked, growth, unattributed
 from shardproof.costs import CostModel, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
 from shardproof.costs.model import JUDGED, Bound
@@ -62,6 +63,9 @@ def decide(evidence: Figures) -> Outcome:
         for record in evidence.records:
             if problem := growth.problem(evidence, record):
                 return Outcome("memory", "fail", problem, None, outcome.figures)
+    if outcome.status != "fail" and "memory" in case.expect:
+        message, worst = asked.differs(evidence) or ("", None)
+        return Outcome("memory", "fail" if worst else "pass", message, worst, outcome.figures)
     return outcome
 
 
