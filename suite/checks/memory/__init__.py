@@ -15,7 +15,9 @@ Temporaries, which nobody shows, may at their largest exceed those of one proces
 largest unit and its largest parameter (:mod:`~shardproof.checks.memory.unattributed`).
 
 What a scenario itself expects (``expect.memory``) is compared in addition
-(:mod:`~shardproof.checks.memory.asked`).  What is no state must not grow from step to step either (:mod:`~shardproof.checks.memory.growth`).
+(:mod:`~shardproof.checks.memory.asked`).
+
+What is no state must not grow from step to step either (:mod:`~shardproof.checks.memory.growth`).
 Where gradients are gone when a step ends, the next forward of a step of one micro-batch holds none.
 
 *Cannot see* how large activations and buffers grow (measured, not judged), what an
