@@ -1,0 +1,70 @@
+"""Bytes that backward needs of a transformer: Korthikanti et al. (arXiv 2205.05198) sections 4, 5.
+
+For one micro-batch of b samples and s positions; h hidden size, a heads, f width of the MLP, e
+bytes of an element, t tensor ranks.  With e = 2, f = 4h, dropout and materialised scores the parts
+below add up to the paper's ``sbh (34 + 5 a s / h)``, of which ``sbh (24 + 5 a s / h)`` is divided
+by t:
+
+    whole on each rank            divided by t
+    inputs of both norms     2e   Q, K, V                               e (h + 2 kv)
+    inputs of qkv and up     2e   softmax, its mask, what is left of it  (2e + 1) a s^2 b
+    two masks of dropout     2    input of the output projection         e h
+                                  GeLU's input, down's input             2 e f
+                                  two masks' worth of a gated MLP        2 e f more
+
+Scores computed again (``flash``, or selective recomputation) take nothing.  Sequence parallelism
+divides the left column by t, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardproof.estimate.shapes import Batch, Shape
+
+#: What is computed again in backward: nothing, the scores, or every so many layers whole.
+NONE, SELECTIVE = "none", "selective"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the bytes of a layer depend on beside its shape."""
+
+    item: int = 2
+    tensor: int = 1
+    sequence_parallel: bool = False
+    recompute: str | int = NONE
+
+
+def of_layer(shape: Shape, batch: Batch, how: Setting) -> float:
+    """Bytes of one layer that keeps all that it does not compute again as scores."""
+    e, positions = how.item, batch.positions or shape.seq
+    tokens, h = batch.samples * positions, shape.hidden
+    gates = 4 if shape.mlp == "swiglu" else 2
+    whole = tokens * h * (4 * e + 2 * shape.dropout)
+    kv = h // shape.heads * shape.kv
+    split = float(tokens * e * (2 * h + 2 * kv + gates * shape.inner))
+    if shape.attention == "math" and how.recompute != SELECTIVE:
+        split += shape.heads * positions * tokens * (e + shape.dropout * (e + 1))
+    return split / how.tensor + whole / (how.tensor if how.sequence_parallel else 1)
+
+
+def of_layers(layers: int, shape: Shape, batch: Batch, how: Setting) -> float:
+    """Bytes of ``layers`` layers: with whole recomputation the inputs of groups, and one group."""
+    one = of_layer(shape, batch, how)
+    if how.recompute in (NONE, SELECTIVE):
+        return layers * one
+    every = int(how.recompute)
+    tokens = batch.samples * (batch.positions or shape.seq)
+    # The input of a group is the first thing that the group itself would keep.
+    groups = -(-layers // every)
+    return (groups - 1) * how.item * tokens * shape.hidden + min(every, layers) * one
+
+
+def of_ends(shape: Shape, batch: Batch, how: Setting) -> tuple[float, float]:
+    """Bytes of the embedding (the mask of its dropout), and of last norm, head and loss."""
+    tokens = batch.samples * (batch.positions or shape.seq)
+    parts = how.tensor if how.sequence_parallel else 1
+    logits = max(4, how.item) * tokens * shape.vocab / how.tensor  # the loss works in fp32
+    hidden = 2 * how.item * tokens * shape.hidden
+    return tokens * shape.hidden * shape.dropout / parts, hidden / parts + logits

@@ -1,0 +1,196 @@
+"""``shardproof estimate``: memory and traffic of a model, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Annotated, Any
+
+import typer
+
+from shardproof import axes, strategies
+from shardproof.commands.console import echo, is_json, make_console
+from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.table import Table
+
+#: Bytes of a unit of memory.
+_UNITS = {
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("KMGTP", 1)
+    for kind, base in (("B", 1000), ("iB", 1024))
+}
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)\Z")
+
+
+def memory_of(text: str) -> int:
+    """Bytes of ``80GB`` or ``74.5GiB``.
+
+    :raises SelectionError: no number with a unit.
+    """
+    found = _MEMORY.match(text.strip())
+    units = {name.lower(): size for name, size in _UNITS.items()}
+    if found is None or found[2].lower() not in units:
+        number = re.sub(r"[^\d.]", "", text) or "80"
+        remedy = f"write {number}GB (10^9 bytes) or {number}GiB (2^30 bytes)"
+        raise SelectionError(Problem("an amount of memory needs a unit", remedy, text))
+    return int(float(found[1]) * units[found[2].lower()])
+
+
+def _assigned(given: list[str] | None, option: str) -> dict[str, Any]:
+    """``KEY=VALUE`` words; values are JSON, or else words."""
+    values: dict[str, Any] = {}
+    for text in given or ():
+        key, sign, value = text.partition("=")
+        if not (key and sign):
+            raise SelectionError(Problem(f"{option} takes KEY=VALUE", "write e.g. a=1", text))
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
+    return values
+
+
+def _mesh(text: str) -> dict[str, int]:
+    found = _assigned([part for part in text.split(",") if part], "--mesh")
+    for name, size in found.items():
+        if name not in axes.names():
+            raise SelectionError(Problem("unknown axis", nearest(name, axes.names(), "axes"), name))
+        if type(size) is not int or size < 1:
+            what = f"axis {name} needs a number of ranks"
+            raise SelectionError(Problem(what, f"write {name}=2", str(size)))
+    return found
+
+
+def estimate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="a name of --models, or a count such as 7.5b")
+    ] = "",
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--impl", metavar="P", help="implementations or strategies (default: several)"
+        ),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="ranks")] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="M", help="of one GPU, such as 80GB")
+    ] = None,
+    mesh: Annotated[
+        str, typer.Option("--mesh", metavar="A=N,...", help="axes; the rest is a data axis")
+    ] = "",
+    accounting: Annotated[
+        str, typer.Option("--accounting", metavar="ID", help="A32, A16, M18, B8, S4 or P4")
+    ] = "A16",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="samples of a micro-batch")] = 1,
+    seq: Annotated[int, typer.Option("--seq", min=0, help="positions (0: the model's)")] = 0,
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", min=1, help="of each rank in a step")
+    ] = 1,
+    recompute: Annotated[
+        str, typer.Option("--recompute", help="none, selective (scores), or every N layers")
+    ] = "none",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option", metavar="K=V", help="of the implementation, e.g. offload=optimizer"
+        ),
+    ] = None,
+    models: Annotated[bool, typer.Option("--models", help="list the models and end")] = False,
+) -> None:
+    """Say what training holds on each rank and sends in a step, by closed formulas; nothing runs.
+
+    \b
+    shardproof estimate 7b --gpus 64 --memory 80GB
+    shardproof estimate llama3-70b --impl reference/zero3 --gpus 64 --accounting M18
+    shardproof estimate 13b --impl hybrid --mesh tensor=4,pipe=2 --gpus 64 --micro-batches 8
+    shardproof estimate 7b --impl fsdp --gpus 8 --recompute 1 --option offload=parameters
+    shardproof estimate 7.5b --gpus 64                  a number of parameters: states only
+    shardproof estimate --models
+
+    The formulas are those that the checks `memory` and `traffic` compare with, tolerance 0, on
+    models that run here. GB are 10^9 bytes of the rank that holds most. A16 and A32 are both 16
+    bytes a parameter, and shard differently: docs/estimate.md.
+    """
+    from shardproof.estimate import shapes
+
+    if models or not model:
+        rows = [
+            (s.name, f"{_elements(s):,}", str(s.layers), str(s.hidden), str(s.heads))
+            for s in shapes.models().values()
+        ]
+        headings = ("model", "parameters", "layers", "hidden", "heads")
+        return make_console().print(Table("Models", headings, rows, align="lrrrr"))
+    from shardproof.estimate import figures
+    from shardproof.estimate.own import fits, strategy_of
+
+    most = None if memory is None else memory_of(memory)
+    shape, axes_given = shapes.model(model), _mesh(mesh)
+    work = shapes.Batch(batch, seq, micro_batches)
+    again: str | int = int(recompute) if recompute.isdecimal() else recompute
+    if again not in ("none", "selective") and not (isinstance(again, int) and again > 0):
+        remedy = nearest(recompute, ("none", "selective"), "a number of layers, or")
+        raise SelectionError(Problem("unknown --recompute", remedy, recompute))
+    options = _assigned(option, "--option")
+    found = []
+    for name in impl or _usual(axes_given):
+        strategy = strategy_of(name)
+        where = figures.mesh_of(strategy, gpus, axes_given)
+        found.append(
+            figures.of_shape(shape, strategy, where, accounting, work, options, again, name)
+        )
+    if is_json():
+        own = ("state", "total")
+        plain = [
+            dataclasses.asdict(e)
+            | {n: getattr(e, n) for n in own}
+            | {"ratio": float(e.ratio), "fits": None if most is None else e.total <= most}
+            for e in found
+        ]
+        return echo(json.dumps(plain), raw=True)
+    console = make_console()
+    if len(found) == 1:
+        console.print(found[0].table())
+        if most is not None:
+            echo(f"{found[0].total / 1e9:,.2f} GB of {memory}: {fits(found[0], most)}")
+        return None
+    return console.print(_together(found, most, shapes.accountings()[accounting]["says"]))
+
+
+def _elements(shape: Any) -> int:
+    from shardproof.estimate.shapes import tensors
+
+    return sum(t.numel for t in tensors(shape, "float32"))
+
+
+def _usual(mesh: dict[str, int]) -> list[str]:
+    """The strategies that are shown where none is named: those that the axes of the mesh allow."""
+    known = strategies.TEXTBOOK.values()
+    if axes.dividing(mesh):
+        return [s.name for s in known if {*mesh} <= {*s.axes}]
+    return [s.name for s in known if s.serves_data_axes and s.axes and {*mesh} <= {*s.axes}]
+
+
+def _together(found: list[Any], memory: int | None, says: str) -> Table:
+    """One line for each estimate."""
+    from shardproof.estimate.own import fits
+
+    parts = [name for name, _ in found[0].parts()]
+    rows = []
+    for one in found:
+        sizes = ["-" if n is None else f"{n / 1e9:,.2f}" for _, n in one.parts()]
+        sent = "-" if one.sent is None else f"{one.sent / 1e9:,.2f}"
+        rows.append((one.implementation, *sizes[: len(parts)], sent, fits(one, memory)))
+    shown = f"{found[0].model}, GB on the fullest rank of {_world(found[0])}"
+    notes = (f"{found[0].accounting}: {says}", "sent: GB that each rank sends a step")
+    return Table(
+        shown,
+        ("strategy", *parts, "sent", "memory"),
+        rows,
+        notes=notes,
+        align="l" + "r" * (len(parts) + 1),
+    )
+
+
+def _world(one: Any) -> str:
+    return " x ".join(f"{name} {size}" for name, size in one.mesh.items())

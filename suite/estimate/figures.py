@@ -1,0 +1,273 @@
+"""One estimate: what the fullest rank holds, and what a step sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from shardproof import axes, strategies
+from shardproof.axes import growing
+from shardproof.contract import Options
+from shardproof.costs import CostModel, NoCostModel, cannot_fit, cost_model_class, whole_bytes
+from shardproof.costs.model import JUDGED
+from shardproof.costs.model_facts import ModelFacts
+from shardproof.costs.offload import asked
+from shardproof.costs.schedules import FORMS
+from shardproof.costs.schedules import Setting as Window
+from shardproof.costs.stages import schedule_name, stages_of
+from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.estimate import activations
+from shardproof.estimate.shapes import Batch, Shape, accountings, facts_of, itemsize
+from shardproof.table import Table
+
+#: Ranks along one axis that are looked at: beyond these all hold what one of them holds, or less.
+_LOOKED_AT = 16
+_GB = 10**9
+_ONE = Batch()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of the rank that holds most, and bytes that each rank sends in a step on average.
+
+    ``communication`` is the most that gathered units, buckets and what collectives receive take at
+    once.  ``host``: what offload keeps in host memory.  ``activations`` is ``None`` where the
+    layers are not known; ``total`` is then without them.  ``sent`` is ``None`` without a formula.
+    """
+
+    model: str
+    elements: int
+    implementation: str
+    strategy: str
+    mesh: Mapping[str, int]
+    accounting: str
+    parameters: int
+    masters: int
+    gradients: int
+    optimizer_state: int
+    communication: int
+    activations: int | None
+    host: int
+    whole: int
+    sent: float | None
+    source: str
+    notes: Sequence[str] = field(default=())
+
+    @property
+    def state(self) -> int:
+        """Parameters, masters, gradients and optimizer state together."""
+        return self.parameters + self.masters + self.gradients + self.optimizer_state
+
+    @property
+    def total(self) -> int:
+        """State, activations and communication together."""
+        return self.state + self.communication + (self.activations or 0)
+
+    @property
+    def ratio(self) -> Fraction:
+        """How many times less state than under full replication."""
+        return Fraction(self.whole, self.state or 1)
+
+    def table(self) -> Table:
+        """Every part with its bytes a parameter."""
+        rows = [(name, size) for name, size in self.parts() if size is not None]
+        lines = [(name, _size(n), f"{n / self.elements:.2f}") for name, n in rows]
+        title = f"{self.model} on {math.prod(self.mesh.values())} ranks, {self.implementation}"
+        headings = ("on the fullest rank", "GB", "bytes a parameter")
+        says = str(accountings().get(self.accounting, {}).get("says", "as the model is built"))
+        less = f"{float(self.ratio):.2f}x less state than full replication"
+        notes = (f"{self.accounting}: {says}", less, *self.traffic(), *self.notes, self.source)
+        return Table(title, headings, lines, notes=notes, align="lrr")
+
+    def parts(self) -> Iterator[tuple[str, int | None]]:
+        """Each part by its name."""
+        names = ("parameters", "masters", "gradients", "optimizer_state", "state")
+        for name in (*names, "communication", "activations", "total", "host"):
+            if name != "host" or self.host:
+                yield name.replace("_", " "), getattr(self, name)
+
+    def traffic(self) -> Iterator[str]:
+        """What a step sends, in a sentence."""
+        if self.sent is not None:
+            yield f"each rank sends {_size(self.sent)} GB a step"
+
+    def __str__(self) -> str:
+        table = self.table()
+        return "\n".join([table.title, "", table.markdown(), *table.notes])
+
+
+def _size(size: float) -> str:
+    return f"{size / _GB:,.2f}" if size >= _GB / 100 or not size else f"{size / _GB:,.3g}"
+
+
+def mesh_of(strategy: str, gpus: int | None, given: Mapping[str, int]) -> dict[str, int]:
+    """The mesh: ``given``, and what is left of ``gpus`` along a data axis of the strategy.
+
+    :raises SelectionError: the mesh does not divide the number of GPUs, or is not the strategy's.
+    """
+    own = strategies.of(strategy).axes
+    for name in given:
+        if name not in own:
+            what = f"strategy {strategy} has no axis {name}"
+            raise SelectionError(Problem(what, nearest(name, own, "axes"), name))
+    inner = math.prod(given.values())
+    gpus = inner if gpus is None else gpus
+    left, rest = divmod(gpus, inner)
+    if rest or gpus < 1:
+        shown = " x ".join(f"{name} {size}" for name, size in given.items())
+        fits = list(range(inner, 4 * inner + 1, inner))
+        what = f"{gpus} GPUs are no multiple of the mesh {shown or '1'}"
+        remedy = f"give a multiple of {inner}: {', '.join(map(str, fits))}; or a smaller axis"
+        raise SelectionError(Problem(what, remedy, f"--gpus {gpus}"))
+    along = [name for name in growing(own) or own[:1] if name not in given]
+    if left == 1 or not along:
+        if left > 1:
+            what = f"the mesh has {inner} ranks, and strategy {strategy} no other axis"
+            raise SelectionError(Problem(what, f"write --gpus {inner}", f"--gpus {gpus}"))
+        return dict(given) or {along[0] if along else axes.cutting("samples"): 1}
+    both = {**given, along[0]: left}
+    return {name: both[name] for name in axes.names() if name in both}
+
+
+def of_shape(
+    shape: Shape,
+    strategy: str,
+    mesh: Mapping[str, int],
+    accounting: str = "A16",
+    batch: Batch = _ONE,
+    options: Options | None = None,
+    recompute: str | int = activations.NONE,
+    implementation: str = "",
+) -> Estimate:
+    """The estimate of a published shape.
+
+    :raises SelectionError: the mesh cannot share the model, or no formula tells.
+    """
+    options = dict(options or {})
+    if isinstance(recompute, int):
+        options["recompute_every"] = recompute
+    facts = facts_of(shape, mesh, options, accounting, batch)
+    if facts.parts("layers") > max(1, shape.layers):
+        what = f"{shape.name} has {shape.layers} layers, too few for {facts.parts('layers')} stages"
+        raise SelectionError(Problem(what, "write fewer stages", str(dict(mesh))))
+    kept = None
+    if shape.layers:
+        sequence = bool(options.get("sequence_parallel", False))
+        how = activations.Setting(itemsize(facts), facts.parts("widths"), sequence, recompute)
+        kept = round(max(_kept(facts, shape, batch, how)))
+    elif facts.parts("widths") > 1 or facts.parts("layers") > 1:
+        what = f"{shape.name} is a number of parameters: no layers that ranks could share"
+        raise SelectionError(Problem(what, "name a model, e.g. 7b", shape.name))
+    return estimated(facts, shape.name, strategy, accounting, kept, implementation)
+
+
+def _kept(
+    facts: ModelFacts, shape: Shape, batch: Batch, how: activations.Setting
+) -> Iterator[float]:
+    """Bytes of activations on each rank of the pipeline (one, where there is none)."""
+    ends = activations.of_ends(shape, batch, how)
+    ranks = facts.parts("layers")
+    if ranks == 1:
+        yield activations.of_layers(shape.layers, shape, batch, how) + sum(ends)
+        return
+    stages, form = stages_of(facts), FORMS.get(schedule_name(facts.options) or "")
+    if form is None:
+        remedy = nearest(str(facts.options.get("schedule")), FORMS, "schedules")
+        raise SelectionError(Problem("no closed form of this schedule", remedy))
+    window = Window(ranks, batch.micro_batches, len(stages.place) // ranks)
+    for rank in range(ranks):
+        held, own = form.held(window, rank), stages.of(rank)
+        if held is None:
+            continue
+        # In flight counts chunks; the largest chunk of a rank bounds them.
+        most = max(len(stages.units[stage]) for stage in own)
+        layers = activations.of_layers(most, shape, batch, how)
+        first, last = 0 in own, len(stages.place) - 1 in own
+        one = ends[0] * first + (ends[1] if last else 0)
+        yield held * layers + one * min(held, ranks)
+
+
+def _ranks(facts: ModelFacts) -> Iterator[int]:
+    """Ranks of every stage and split, and of each data axis the first and the last ones."""
+    if facts.world <= _LOOKED_AT:
+        yield from range(facts.world)
+        return
+    dividing = axes.dividing(facts.axes)
+    seen: set[tuple[int, ...]] = set()
+    for rank in range(facts.world):
+        at = facts.coordinate(rank)
+        size = {name: facts.axes[name] for name in at}
+        edge = all(n in dividing or at[n] < 2 or at[n] >= size[n] - 2 for n in at)
+        key = tuple(at[name] for name in dividing)
+        if edge and (key not in seen or facts.parts("layers") * facts.parts("widths") <= 64):
+            seen.add(key)
+            yield rank
+
+
+def estimated(
+    facts: ModelFacts,
+    model: str,
+    strategy: str,
+    accounting: str,
+    kept: int | None,
+    implementation: str = "",
+    notes: Sequence[str] = (),
+) -> Estimate:
+    """The estimate of ``facts``; ``kept``: bytes of activations.
+
+    :raises SelectionError: the mesh cannot share the model, or no formula tells.
+    """
+    if reason := cannot_fit(facts, strategy):
+        raise SelectionError(Problem(reason, "choose another size of that axis", strategy))
+    try:
+        cost_model = asked(cost_model_class(strategy), facts)
+        held = {rank: _complete(cost_model, rank) for rank in _ranks(facts)}
+        fullest = max(held, key=lambda rank: sum(held[rank].values()))
+        moving = max(_moving(cost_model, rank, held[rank]) for rank in held)
+        sent = _sent(cost_model)
+    except NoCostModel as error:
+        raise SelectionError(Problem(str(error), "leave that option out", strategy)) from error
+    own = held[fullest]
+    return Estimate(
+        model=model,
+        elements=sum(t.numel for t in facts.parameters),
+        implementation=implementation or strategy,
+        strategy=strategy,
+        mesh=dict(facts.axes),
+        accounting=accounting,
+        **{kind: own.get(kind, 0) for kind in JUDGED},
+        communication=moving,
+        activations=kept,
+        host=max(sum(cost_model.host(rank, 0, 0).values()) for rank in held),
+        whole=whole_bytes(cost_model),
+        sent=sent,
+        source=cost_model.source,
+        notes=notes,
+    )
+
+
+def _complete(cost_model: CostModel, rank: int) -> dict[str, int]:
+    """Bytes by class on ``rank`` once all state exists, as the check ``memory`` compares them."""
+    return cost_model.resident(rank, 0, 0) | cost_model.at_point(rank, "after_update", 0)
+
+
+def _moving(cost_model: CostModel, rank: int, held: Mapping[str, int]) -> int:
+    """Most bytes of gathered parameters and of buffers in a phase: the upper bounds of the check
+    ``memory``.
+    """
+    most = 0
+    for phase in ("forward", "backward", "update"):
+        bounds = cost_model.peaks(rank, phase, 0)
+        gathered = bounds["parameters"].high - held["parameters"] if "parameters" in bounds else 0
+        buffers = bounds["communication"].high if "communication" in bounds else 0
+        most = max(most, gathered + buffers)
+    return most
+
+
+def _sent(cost_model: CostModel) -> float | None:
+    try:
+        return float(cost_model.payload() / cost_model.facts.world)
+    except NoCostModel:
+        return None
