@@ -103,6 +103,8 @@ class FileKind:
     model: Callable[[], type[Any]]
     #: What a file holds, in words; raises ``InputError`` with every fault of it.
     summary: Callable[[Path], str]
+    #: Runs files for ``shardproof run`` (its ``SessionOptions`` and ``HowRun``); the exit code.
+    run: Callable[[Sequence[Path], Any, Any], int] | None = None
 
 
 class NodeCommand:

@@ -1,13 +1,34 @@
-"""What this wing adds to the core: ``shardproof estimate``."""
+"""What this wing adds to the core: ``shardproof estimate``, and files of claims."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from shardproof.wings import Wing
+from shardproof.wings import FileKind, Wing
 
 if TYPE_CHECKING:
     import typer
+
+
+def _model() -> type[Any]:
+    from shardproof.estimate.claims import ClaimFile
+
+    return ClaimFile
+
+
+def _summary(path: Path) -> str:
+    from shardproof.estimate.claims import read
+
+    claim = read(path)
+    return f"claim {claim.file.claim}, {claim.verdict()}"
+
+
+def _run(paths: Sequence[Path], session: Any, how: Any) -> int:
+    from shardproof.estimate.claims import run
+
+    return run(paths, session, how)
 
 
 class Estimates(Wing):
@@ -15,6 +36,9 @@ class Estimates(Wing):
 
     examples = (
         "shardproof estimate 7b --gpus 64 --memory 80GB             does it fit, and what is sent",
+    )
+    file_kinds = (
+        FileKind("claim", "claim", "shardproof run", "put to the test", _model, _summary, _run),
     )
     first = ("shardproof estimate 7b --gpus 8              memory before you train",)
 

@@ -126,6 +126,31 @@ class LastMicroBatchLeaks(Zero2):
 
 
 @mutant(
+    "zero2_overwrites_its_shard",
+    says=r"only .+ is in|micro-batch 0 .*(?:missing|counts 0 times)",
+    killed_by=("equivalence",),
+)
+class OverwritesItsShard(Zero2):
+    """Each micro-batch's sum takes the place of the kept shard: only the last one counts."""
+
+    def wait_and_accumulate(self) -> None:
+        for bucket in self.sums:
+            self.kept.pop(bucket, None)
+        super().wait_and_accumulate()
+
+
+@mutant("zero2_sums_into_the_parameters", says="initial value|differs", killed_by=("equivalence",))
+class SumsIntoTheParameters(Zero2):
+    """The local shard is what the reduce-scatter returns: it overwrites the parameter's shard."""
+
+    def gradient(self, bucket: OwnedBucket) -> Tensor:
+        found = super().gradient(bucket)
+        if found.numel():
+            bucket.parameters.shard.copy_(found)
+        return found
+
+
+@mutant(
     "zero2_reduces_sums_again",
     says="micro-batch 0 counts 2 times",
     zoo=("F23",),

@@ -1,0 +1,328 @@
+"""Popular sentences about distributed training, put to the test: ``scenarios/claims/``.
+
+A file has a sentence (``about``) and figures: each is computed by a formula, or measured by cases
+of this suite.  A figure may stand beside what the sentence says of it (``claimed``); where all
+agree the sentence is *true*, where none does it is *wrong*, else it is *true if* the ``condition``
+holds.  ``honest`` is the right value; a figure that is another fails the run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BeforeValidator, Field
+
+from shardproof import axes, strategies
+from shardproof.case import Case
+from shardproof.costs.expression import Grammar, parse
+from shardproof.costs.schedules import FORMS
+from shardproof.costs.schedules import Setting as Window
+from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
+from shardproof.estimate import activations, figures, shapes
+from shardproof.estimate.own import strategy_of
+from shardproof.estimate.shapes import Batch
+from shardproof.scenarios.load import ScenarioFile, read_as
+from shardproof.scenarios.schema import Model, Scenario, Values
+from shardproof.scenarios.source import Node
+from shardproof.table import Mark, Table
+
+#: How far a figure may be from what a sentence says of it.
+NEAR = Fraction(1, 20)
+_COMPARED = re.compile(r"(<=|>=|<|>)?\s*(.+)\Z")
+_SIGNS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
+    "<": lambda a, b: a < b,
+    ">": lambda a, b: a > b,
+    "<=": lambda a, b: a <= b,
+    ">=": lambda a, b: a >= b,
+    "": lambda a, b: abs(a - b) <= NEAR * abs(b),
+}
+Text = Annotated[str, BeforeValidator(str)]
+
+
+class Measured(Scenario):
+    """Cases that measure it: a scenario without a name."""
+
+    name: str = ""
+    about: str = ""
+    sees: list[str] = Field([])  # type: ignore[assignment]
+    agrees: bool | None = Field(
+        None, description="whether cases that pass agree with the sentence; null: neither way"
+    )
+
+
+class FigureModel(Model):
+    """A figure of a sentence, by a formula."""
+
+    what: str = Field(description="what it is, and where")
+    of: Values = Field({}, description="arguments of estimate, or schedule, ranks, micro_batches")
+    against: Values = Field({}, description="a second setting: against.NAME in the formula")
+    value: Text = Field(description="a formula: figures of the setting, numbers, + - * / ( )")
+    honest: Text = Field(description="the right value, to the digits that are written")
+    claimed: Text | None = Field(None, description="what the sentence says: a number, or `<= 80`")
+
+
+class ClaimFile(Model):
+    """A sentence, and what it is worth."""
+
+    claim: Text = Field(description="its number, or the name of a table")
+    about: str = Field(min_length=3, description="the sentence")
+    honest: str = Field(min_length=3, description="what is right")
+    condition: str = Field("", description="under which the sentence is true")
+    source: str = Field("", description="who says it")
+    needs: str = Field("", description="what it takes to decide it, where that is missing")
+    figures: list[FigureModel] = Field([])
+    faults: list[str] = Field([], description="planted faults: the sentence taken at its word")
+    measured: Measured | None = Field(None, description="cases that measure it")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure and what comes of it; ``agrees``: ``None`` where the sentence says nothing of it."""
+
+    what: str
+    found: str
+    honest: str
+    claimed: str
+    agrees: bool | None
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A file that was read."""
+
+    file: ClaimFile
+    path: str
+    node: Node
+
+    def problem(self, keys: Sequence[str | int], what: str, value: str) -> ScenarioError:
+        """An error at the line of the part at ``keys``."""
+        at = self.node.locate(keys)
+        return ScenarioError(Problem(what, "correct it", value, self.path, at))
+
+    def computed(self) -> list[Figure]:
+        """Every figure that a formula gives.
+
+        :raises ScenarioError: no formula, or a setting that cannot be.
+        """
+        found = []
+        for number, row in enumerate(self.file.figures):
+            try:
+                facts = facts_of(row.of)
+                facts |= {f"against.{k}": v for k, v in facts_of(row.against).items()}
+                value = _evaluated(row.value, facts)
+            except (InputError, ValueError) as error:
+                raise self.problem(["figures", number], str(error), row.what) from None
+            found.append(_figure(row, value))
+        return found
+
+    def cases(self) -> list[Case]:
+        """The cases that measure it, and those of planted faults beside their parents."""
+        from shardproof.cases.kills import pair
+        from shardproof.registry import load_mutant
+        from shardproof.scenarios.matrix import expand
+        from shardproof.scenarios.vocabulary import installed
+
+        found, name = list[Case](), f"claim-{self.file.claim}"
+        if self.file.measured is not None:
+            own = self.file.measured.model_copy(update={"name": name})
+            inner: Any = self.node.value
+            found += expand(ScenarioFile(own, self.path, inner["measured"]), installed())
+        for fault in self.file.faults:
+            planted = pair(load_mutant(fault), weigh_all=False)
+            line = self.node.locate(["faults", self.file.faults.index(fault)])
+            own_case = replace(
+                planted.case,
+                id=f"{name}::{planted.case.id}",
+                source=f"{self.path}:{line}",
+                xfail=f"what the sentence says, planted as {fault}",
+                xfail_says=(),
+            )
+            parent = replace(
+                planted.parent, id=f"{name}::{planted.parent.id}", source=f"{self.path}:{line}"
+            )
+            found += [own_case, parent]
+        return found
+
+    def all_figures(self, verdicts: Mapping[str, str]) -> list[Figure]:
+        """Computed figures, and those of cases by what came of them (id -> verdict)."""
+        found, measured = self.computed(), self.file.measured
+        if measured is not None:
+            found.append(self._of_cases(verdicts, measured.agrees))
+        for fault in self.file.faults:
+            told = [v for name, v in verdicts.items() if f"mutants/{fault}::" in name]
+            shown = ", ".join(told) or "not run"
+            right = told in ([], ["xfail"])
+            what = f"the sentence as code, planted as `{fault}`"
+            found.append(Figure(what, shown, "xfail", "", False, right))
+        return found
+
+    def _of_cases(self, verdicts: Mapping[str, str], agrees: bool | None) -> Figure:
+        own = [
+            v
+            for name, v in verdicts.items()
+            if name.startswith(f"claim-{self.file.claim}")
+            and "::mutants/" not in name
+            and "::parent-" not in name
+        ]
+        good = sum(v.startswith("pass") for v in own)
+        shown = f"{good} of {len(own)} pass" if own else "not run"
+        return Figure("measured here", shown, "all pass", "", agrees, good == len(own))
+
+    def verdict(self) -> str:
+        """``true``, ``true if CONDITION`` or ``wrong``; ``open`` where something is missing."""
+        told = [f.agrees for f in self.all_figures({}) if f.agrees is not None]
+        held = f"true if {self.file.condition}" if any(told) else "wrong"
+        decided = ["true" if all(told) else held] if told else []
+        return "; ".join(decided + ([f"open: {self.file.needs}"] if self.file.needs else []))
+
+
+def read(path: Path) -> Claim:
+    """The file at ``path``.
+
+    :raises ScenarioError: all its faults.
+    """
+    file, node = read_as(path, ClaimFile, "claim")
+    claim = Claim(file, str(path), node)
+    told = [f.agrees for f in claim.computed() if f.agrees is not None]
+    if any(told) and not all(told) and not file.condition and not file.needs:
+        raise claim.problem(["about"], "true in some of its figures, and no condition", file.claim)
+    return claim
+
+
+def _figure(row: FigureModel, value: Fraction) -> Figure:
+    agrees = None
+    if row.claimed is not None:
+        sign, number = _COMPARED.match(row.claimed).groups()  # type: ignore[union-attr]
+        agrees = _SIGNS[sign or ""](value, Fraction(number))
+    digits = -int(Decimal(row.honest).as_tuple().exponent)
+    is_right = abs(value - Fraction(row.honest)) <= Fraction(1, 2 * 10**digits)
+    shown = f"{float(value):,.{max(digits, 0)}f}"
+    return Figure(row.what, shown, row.honest, row.claimed or "", agrees, is_right)
+
+
+_FUNCTIONS = {
+    "min": (min, None),
+    "max": (max, None),
+    "ceil": (lambda values: Fraction(math.ceil(values[0])), 1),
+}
+
+
+def _evaluated(text: str, facts: Mapping[str, Fraction]) -> Fraction:
+    def named(name: str) -> Callable[[Any], Fraction] | None:
+        return (lambda _: facts[name]) if name in facts else None
+
+    grammar = Grammar(named, lambda: [*facts], _FUNCTIONS)
+    return Fraction(parse(text, grammar)(None))
+
+
+def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
+    """The figures of a setting by name.
+
+    :raises InputError: it cannot be.
+    """
+    given = dict(of)
+    if "schedule" in given:
+        name = given.pop("schedule")
+        form = shapes.known(name, FORMS, "schedule")
+        times = {k: Fraction(given.pop(k)) for k in ("forward",) if k in given}
+        window = Window(**given, **times)
+        bubble, held = form.makespan(window), form.held(window, 0)
+        found = {"bubble": bubble / window.ideal, "held": Fraction(held, window.chunks)}
+        span = form.span(window)
+        return found | {
+            "bubble_of_total": bubble / (window.ideal + bubble),
+            "span_bubble": span / window.ideal,
+        }
+    if "model" not in given:
+        return {"GB": Fraction(10**9)} | {k: Fraction(str(v)) for k, v in given.items()}
+    shape = shapes.model(str(given.pop("model")))
+    batch = Batch(
+        *(given.pop(k, d) for k, d in (("samples", 1), ("positions", 0), ("micro_batches", 1)))
+    )
+    again, accounting = given.pop("recompute", "none"), given.pop("accounting", "A16")
+    strategy = strategy_of(str(given.pop("impl", strategies.REPLICATION)))
+    mesh = figures.mesh_of(strategy, given.pop("gpus", None), given.pop("mesh", {}))
+    options = given.pop("options", {})
+    one = figures.of_shape(shape, strategy, mesh, accounting, batch, options, again)
+    if given:
+        valid = ("model", "impl", "gpus", "mesh", "accounting", "options", "recompute", "samples")
+        name = next(iter(given))
+        raise SelectionError(Problem("unknown key of a setting", nearest(name, valid), name))
+    sizes = {name.replace(" ", "_"): size for name, size in one.parts() if size is not None}
+    found = {name: Fraction(size) for name, size in sizes.items()}
+    found |= {"ratio": one.ratio, "elements": Fraction(one.elements), "GB": Fraction(10**9)}
+    if one.sent is not None:
+        found["sent"] = Fraction(one.sent)
+    if shape.layers:
+        tokens = batch.samples * (batch.positions or shape.seq)
+        parts, split = axes.parts(mesh, "widths"), bool(options.get("sequence_parallel"))
+        how = activations.Setting(2, parts, split, again)
+        found["layer"] = Fraction(activations.of_layers(1, shape, batch, how))
+        found["sbh"] = Fraction(tokens * shape.hidden)
+    return found
+
+
+def run(paths: Sequence[Path], session: Any, how: Any) -> int:
+    """Put the sentences of ``paths`` to the test: compute, run what measures them, print all.
+
+    :raises ScenarioError: a faulty file.
+    """
+    from shardproof.commands.console import echo, make_console
+    from shardproof.commands.execution import run_and_exit
+    from shardproof.runs.run_folder import find_run
+    from shardproof.runs.run_folder import read as read_run
+
+    claims = sorted((read(path) for path in paths), key=lambda claim: _order(claim.file.claim))
+    cases, code, verdicts = [case for claim in claims for case in claim.cases()], 0, {}
+    # Faults that are triggered by one case share their parent's.
+    cases = list({case.id: case for case in cases}.values())
+    if cases:
+        try:
+            run_and_exit(cases, session, how)
+        except typer.Exit as end:
+            code = end.exit_code
+            found = read_run(find_run(None if session.results is None else str(session.results)))
+            verdicts = {result.case.id: result.verdict for result in found.cases}
+    wrong = [
+        f"claim {claim.file.claim}, {one.what}: expected {one.honest}, found {one.found}"
+        for claim in claims
+        for one in claim.all_figures(verdicts)
+        if not one.is_right and not (how.dry_run and one.found == "not run")
+    ]
+    make_console().print(table(claims, verdicts, detailed=how.rows or len(claims) == 1))
+    for line in wrong:
+        echo(line)
+    return code or int(bool(wrong))
+
+
+def _order(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdecimal() else (10**6, name)
+
+
+def table(claims: Sequence[Claim], verdicts: Mapping[str, str], detailed: bool = False) -> Table:
+    """One line for each sentence, or (``detailed``) for each of its figures."""
+    rows: list[tuple[str, ...]] = []
+    marks: list[Mark] = []
+    for claim in claims:
+        verdict, found = claim.verdict(), claim.all_figures(verdicts)
+        marks.append("good" if verdict == "true" else "changed" if "true" in verdict else "bad")
+        rows.append((claim.file.claim, claim.file.about, verdict, claim.file.honest))
+        for one in found if detailed else ():
+            says = {None: "", True: "agrees", False: "differs"}[one.agrees]
+            rows.append(("", one.what, f"{one.claimed} {says}".strip(), one.found))
+            marks.append("" if one.is_right else "bad")
+    counts = [sum(c.verdict() == v for c in claims) for v in ("true", "wrong")]
+    ifs = sum(c.verdict().startswith("true if") for c in claims)
+    told = f"{counts[0]} true, {ifs} true under a condition, {counts[1]} wrong"
+    note = f"{len(claims)} sentences: {told}"
+    headings = ("claim", "sentence", "verdict", "what is right")
+    return Table("Claims", headings, rows, marks, notes=(note,))
