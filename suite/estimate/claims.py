@@ -29,7 +29,7 @@ from shardproof.errors import InputError, Problem, ScenarioError, SelectionError
 from shardproof.estimate import activations, figures, shapes
 from shardproof.estimate.own import strategy_of
 from shardproof.estimate.shapes import Batch
-from shardproof.scenarios.load import ScenarioFile, read_as
+from shardproof.scenarios.load import of_node, read_as
 from shardproof.scenarios.schema import Model, Scenario, Values
 from shardproof.scenarios.source import Node
 from shardproof.table import Mark, Table
@@ -133,9 +133,14 @@ class Claim:
 
         found, name = list[Case](), f"claim-{self.file.claim}"
         if self.file.measured is not None:
-            own = self.file.measured.model_copy(update={"name": name})
-            inner: Any = self.node.value
-            found += expand(ScenarioFile(own, self.path, inner["measured"]), installed())
+            whole: Any = self.node.value
+            node, line = whole["measured"], whole["measured"].line
+            # Cases need what a scenario has: a name and a purpose.
+            given = {"name": name, "about": self.file.about, "sees": "a figure that is another"}
+            more = {key: Node(line, value, {}) for key, value in given.items()}
+            value = {k: v for k, v in node.value.items() if k != "agrees"} | more
+            keys = node.keys | {key: Node(line, key, {}) for key in given}
+            found += expand(of_node(Node(line, value, keys), self.path), installed())
         for fault in self.file.faults:
             planted = pair(load_mutant(fault), weigh_all=False)
             line = self.node.locate(["faults", self.file.faults.index(fault)])
@@ -281,7 +286,7 @@ def run(paths: Sequence[Path], session: Any, how: Any) -> int:
     from shardproof.runs.run_folder import find_run
     from shardproof.runs.run_folder import read as read_run
 
-    claims = sorted((read(path) for path in paths), key=lambda claim: _order(claim.file.claim))
+    claims = sorted((read(path) for path in paths), key=lambda claim: order(claim.file.claim))
     cases, code, verdicts = [case for claim in claims for case in claim.cases()], 0, {}
     # Faults that are triggered by one case share their parent's.
     cases = list({case.id: case for case in cases}.values())
@@ -304,7 +309,8 @@ def run(paths: Sequence[Path], session: Any, how: Any) -> int:
     return code or int(bool(wrong))
 
 
-def _order(name: str) -> tuple[int, str]:
+def order(name: str) -> tuple[int, str]:
+    """What claims are sorted by: numbers first."""
     return (int(name), "") if name.isdecimal() else (10**6, name)
 
 

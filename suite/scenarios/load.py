@@ -63,7 +63,7 @@ def load(path: Path) -> ScenarioFile:
     if _has(path, _POLICY) and not _has(path, "matrix"):
         remedy = "`shardproof gate RUN --against BASELINE --policy FILE` reads it"
         raise ScenarioError(Problem("a policy, not a scenario", remedy, file=_shown(path)))
-    return _validate(read(path), _shown(path))
+    return of_node(read(path), _shown(path))
 
 
 def kind_of(path: Path) -> FileKind | None:
@@ -109,7 +109,7 @@ def _not_judged(path: Path, what: str, kind: FileKind) -> Problem:
 
 def load_text(text: str, file: str = "<text>") -> ScenarioFile:
     """The same for text; ``file`` names it in errors."""
-    return _validate(parse(text, file), file)
+    return of_node(parse(text, file), file)
 
 
 def read_as(path: Path, kind: type[Shape], noun: str = SCENARIO) -> tuple[Shape, Node]:
@@ -251,7 +251,8 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def _validate(node: Node, file: str) -> ScenarioFile:
+def of_node(node: Node, file: str) -> ScenarioFile:
+    """The scenario that ``node`` is, in the file that errors name."""
     return ScenarioFile(_as(Scenario, node, file), file, node)
 
 
