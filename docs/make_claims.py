@@ -21,14 +21,16 @@ FOLDER = ROOT / "scenarios/claims"
 HEAD = "<!-- Generated: edit a file in scenarios/claims, then `python docs/make_claims.py`. -->\n"
 CLAIMS = f"""{HEAD}# Popular claims, put to the test
 
-This page says which of 31 sentences from guides and tutorials on distributed training are true, with the figure behind each verdict.
+This page says which of 31 popular sentences are true, with the figure behind each verdict.
 
     shardproof run scenarios/claims
 
-The command computes every figure with the formulas of `shardproof estimate`, runs the cases that measure some of them, plants the
-faults that take a sentence at its word, and prints this table. It ends with exit code 1 if a figure is not the one on this page.
-*wrong*: no figure agrees with the sentence; *true if*: some do; a figure agrees within 5 %. *open*: it takes simulation.
-A16, A32, M18 and B8 are [accountings](estimate.md#accountings). The tables of the papers are on [their own page](paper-tables.md).
+The command computes every figure with the formulas of `shardproof estimate`, runs the cases that
+measure some of them, plants the faults that take a sentence at its word, and prints this table.
+It ends with exit code 1 if a figure is not the one on this page. *wrong*: no figure agrees with the
+sentence; *true if*: some do; a figure agrees within 5 %. *open*: it takes simulation.
+A16, A32, M18 and B8 are [accountings](estimate.md#accountings). Tables of papers are on
+[their own page](paper-tables.md).
 
 """
 PAPERS = f"""{HEAD}# Tables of papers, reproduced
@@ -75,11 +77,11 @@ def page(folder: Path, head: str, link: str) -> str:
         lines += [
             "",
             f'<a id="{link}{name}"></a>',
-            f"## {name}. {file.about}".replace("-", "-"),
+            f"## {name}. {file.about}",
             "",
         ]
         lines += [f"**{claim.verdict()}**. {file.honest}{source}", ""]
-        lines += [f"    shardproof run {claim.path}", ""]
+        lines += [f"Shown by `shardproof run {claim.path}`.", ""]
         if told := claim.all_figures({}):
             lines += rows(claim, told)
     return "\n".join(lines) + "\n"

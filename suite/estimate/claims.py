@@ -32,7 +32,7 @@ from shardproof.estimate.shapes import Batch
 from shardproof.scenarios.load import of_node, read_as
 from shardproof.scenarios.schema import Model, Scenario, Values
 from shardproof.scenarios.source import Node
-from shardproof.table import Mark, Table
+from shardproof.table import Mark, Table, number
 
 #: How far a figure may be from what a sentence says of it.
 NEAR = Fraction(1, 20)
@@ -44,6 +44,7 @@ _SIGNS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
     ">=": lambda a, b: a >= b,
     "": lambda a, b: abs(a - b) <= NEAR * abs(b),
 }
+_NOT_RUN = "not run"
 Text = Annotated[str, BeforeValidator(str)]
 
 
@@ -114,13 +115,13 @@ class Claim:
         :raises ScenarioError: no formula, or a setting that cannot be.
         """
         found = []
-        for number, row in enumerate(self.file.figures):
+        for place, row in enumerate(self.file.figures):
             try:
                 facts = facts_of(row.of)
                 facts |= {f"against.{k}": v for k, v in facts_of(row.against).items()}
                 value = _evaluated(row.value, facts)
             except (InputError, ValueError) as error:
-                raise self.problem(["figures", number], str(error), row.what) from None
+                raise self.problem(["figures", place], str(error), row.what) from None
             found.append(_figure(row, value))
         return found
 
@@ -159,28 +160,23 @@ class Claim:
 
     def all_figures(self, verdicts: Mapping[str, str]) -> list[Figure]:
         """Computed figures, and those of cases by what came of them (id -> verdict)."""
-        found, measured = self.computed(), self.file.measured
-        if measured is not None:
-            found.append(self._of_cases(verdicts, measured.agrees))
+        found, own = self.computed(), dict[str, str]()
+        for name, verdict in verdicts.items():
+            if name.startswith((f"claim-{self.file.claim}::", f"claim-{self.file.claim}[")):
+                own[name] = verdict
+        if self.file.measured is not None:
+            planted = ("::mutants/", "::parent-")
+            told = [v for name, v in own.items() if not any(part in name for part in planted)]
+            good = sum(v.startswith("pass") for v in told)
+            shown = f"{good} of {len(told)} pass" if told else _NOT_RUN
+            agrees = self.file.measured.agrees
+            found.append(Figure("measured here", shown, "all pass", "", agrees, good == len(told)))
         for fault in self.file.faults:
-            told = [v for name, v in verdicts.items() if f"mutants/{fault}::" in name]
-            shown = ", ".join(told) or "not run"
-            right = told in ([], ["xfail"])
+            told = [v for name, v in own.items() if f"mutants/{fault}::" in name]
             what = f"the sentence as code, planted as `{fault}`"
-            found.append(Figure(what, shown, "xfail", "", False, right))
+            right = told in ([], ["xfail"])
+            found.append(Figure(what, ", ".join(told) or _NOT_RUN, "xfail", "", False, right))
         return found
-
-    def _of_cases(self, verdicts: Mapping[str, str], agrees: bool | None) -> Figure:
-        own = [
-            v
-            for name, v in verdicts.items()
-            if name.startswith(f"claim-{self.file.claim}")
-            and "::mutants/" not in name
-            and "::parent-" not in name
-        ]
-        good = sum(v.startswith("pass") for v in own)
-        shown = f"{good} of {len(own)} pass" if own else "not run"
-        return Figure("measured here", shown, "all pass", "", agrees, good == len(own))
 
     def verdict(self) -> str:
         """``true``, ``true if CONDITION`` or ``wrong``; ``open`` where something is missing."""
@@ -206,8 +202,8 @@ def read(path: Path) -> Claim:
 def _figure(row: FigureModel, value: Fraction) -> Figure:
     agrees = None
     if row.claimed is not None:
-        sign, number = _COMPARED.match(row.claimed).groups()  # type: ignore[union-attr]
-        agrees = _SIGNS[sign or ""](value, Fraction(number))
+        sign, given = _COMPARED.match(row.claimed).groups()  # type: ignore[union-attr]
+        agrees = _SIGNS[sign or ""](value, Fraction(given))
     digits = -int(Decimal(row.honest).as_tuple().exponent)
     is_right = abs(value - Fraction(row.honest)) <= Fraction(1, 2 * 10**digits)
     shown = f"{float(value):,.{max(digits, 0)}f}"
@@ -301,7 +297,7 @@ def run(paths: Sequence[Path], session: Any, how: Any) -> int:
         f"claim {claim.file.claim}, {one.what}: expected {one.honest}, found {one.found}"
         for claim in claims
         for one in claim.all_figures(verdicts)
-        if not one.is_right and not (how.dry_run and one.found == "not run")
+        if not one.is_right and not (how.dry_run and one.found == _NOT_RUN)
     ]
     make_console().print(table(claims, verdicts, detailed=how.rows or len(claims) == 1))
     for line in wrong:
@@ -329,6 +325,6 @@ def table(claims: Sequence[Claim], verdicts: Mapping[str, str], detailed: bool =
     counts = [sum(c.verdict() == v for c in claims) for v in ("true", "wrong")]
     ifs = sum(c.verdict().startswith("true if") for c in claims)
     told = f"{counts[0]} true, {ifs} true under a condition, {counts[1]} wrong"
-    note = f"{len(claims)} sentences: {told}"
+    note = f"{number(len(claims), 'sentence')}: {told}"
     headings = ("claim", "sentence", "verdict", "what is right")
     return Table("Claims", headings, rows, marks, notes=(note,))

@@ -154,8 +154,10 @@ def counted(model: nn.Module, inputs: tuple[Any, ...], facts: ModelFacts) -> tup
         for name, p in model.named_parameters()
     }
     state |= {name: moved(b) for name, b in model.named_buffers()}
-    # Inputs are in the dtype of the parameters; tokens stay what they are.
-    given = [moved(x, next((str(p.dtype)[6:] for p in state.values()), None)) for x in inputs]
+    # Inputs in the dtype that the model is built in are computed with like its parameters.
+    built = next((p.dtype for p in model.parameters()), None)
+    compute = None if built is None else facts.compute(str(built).removeprefix("torch."))
+    given = [moved(x, compute if getattr(x, "dtype", None) == built else None) for x in inputs]
     own = {
         tensor.untyped_storage()._cdata
         for tensor in (*state.values(), *given)

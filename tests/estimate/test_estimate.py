@@ -55,7 +55,7 @@ class WithLoss(nn.Module):
         self.loss = work.build_for(0).loss
 
     def forward(self, inputs: Any, targets: Any, weights: Any) -> Any:
-        return self.loss(self.model(inputs), MicroBatch(inputs, targets, weights))
+        return self.loss(self.model(inputs), MicroBatch(inputs, targets, weights, targets))
 
 
 @pytest.mark.timeout(900)
@@ -163,5 +163,5 @@ def test_the_command_prints_tables_and_json() -> None:
     done = here("estimate", "7b", "--gpus", "64", "--memory", "80GB")
     assert done.returncode == 0 and "too large" in done.stdout and "fits" in done.stdout
     told = json.loads(here("estimate", "7b", "--gpus", "4", "--impl", "zero1", "--json").stdout)
-    assert "estimates" in told or told
+    assert told
     assert "gpt3-175b" in here("estimate", "--models").stdout
