@@ -100,12 +100,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     only = parser.parse_args().check
-    stale = [path for path, text in pages().items() if not only or path.read_text() != text]
+    texts = pages()
+    stale = [path for path, text in texts.items() if not only or path.read_text() != text]
     for path in stale:
         if only:
             print(f"{path.relative_to(ROOT)} is stale: run `python docs/make_claims.py`")
         else:
-            path.write_text(pages()[path], encoding="utf-8")
+            path.write_text(texts[path], encoding="utf-8")
     return int(only and bool(stale))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,6 +110,7 @@ class Claim:
         at = self.node.locate(keys)
         return ScenarioError(Problem(what, "correct it", value, self.path, at))
 
+    @cached_property
     def computed(self) -> list[Figure]:
         """Every figure that a formula gives.
 
@@ -160,7 +162,7 @@ class Claim:
 
     def all_figures(self, verdicts: Mapping[str, str]) -> list[Figure]:
         """Computed figures, and those of cases by what came of them (id -> verdict)."""
-        found, own = self.computed(), dict[str, str]()
+        found, own = [*self.computed], dict[str, str]()
         for name, verdict in verdicts.items():
             if name.startswith((f"claim-{self.file.claim}::", f"claim-{self.file.claim}[")):
                 own[name] = verdict
@@ -193,7 +195,7 @@ def read(path: Path) -> Claim:
     """
     file, node = read_as(path, ClaimFile, "claim")
     claim = Claim(file, str(path), node)
-    told = [f.agrees for f in claim.computed() if f.agrees is not None]
+    told = [f.agrees for f in claim.computed if f.agrees is not None]
     if any(told) and not all(told) and not file.condition and not file.needs:
         raise claim.problem(["about"], "true in some of its figures, and no condition", file.claim)
     return claim

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from shardproof import axes, strategies
 from shardproof.axes import growing
 from shardproof.contract import Options
-from shardproof.costs import CostModel, NoCostModel, cannot_fit, cost_model_class, whole_bytes
+from shardproof.costs import CostModel, NoCostModel, cannot_fit, cost_model_class
+from shardproof.costs.ddp import DDP
 from shardproof.costs.model import JUDGED
 from shardproof.costs.model_facts import ModelFacts
 from shardproof.costs.offload import asked
@@ -241,7 +242,8 @@ def estimated(
         communication=moving,
         activations=kept,
         host=max(sum(cost_model.host(rank, 0, 0).values()) for rank in held),
-        whole=whole_bytes(cost_model),
+        # Of one copy: every rank holds the same, so no world of them is looked through.
+        whole=DDP(replace(facts, axes=axes.replicas(1))).total(),
         sent=sent,
         source=cost_model.source,
         notes=notes,

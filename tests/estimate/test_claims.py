@@ -25,9 +25,9 @@ VERDICTS = {
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_computed_figures_are_the_honest_ones(path: Path) -> None:
     claim = claims.read(path)
-    for one in claim.computed():
+    for one in claim.computed:
         assert one.is_right, (one.what, one.found, one.honest)
-    assert claim.cases() or claim.computed() or claim.file.needs
+    assert claim.cases() or claim.computed or claim.file.needs
 
 
 def test_31_claims_have_the_verdict_of_ground_truth() -> None:
@@ -51,7 +51,7 @@ def test_a_wrong_figure_and_a_wrong_setting_are_told(tmp_path: Path) -> None:
     text = (ROOT / "scenarios/claims/17-ddp-up-to-7b.yaml").read_text()
     file = tmp_path / "claim.yaml"
     file.write_text(text.replace('honest: "112"', "honest: 111"))
-    assert [one.is_right for one in claims.read(file).computed()] == [True, False]
+    assert [one.is_right for one in claims.read(file).computed] == [True, False]
     file.write_text(text.replace("impl: ddp", "impl: dpp", 1))
     with pytest.raises(ScenarioError, match=r"claim.yaml:6: .*did you mean ddp\?"):
         claims.read(file)
