@@ -87,10 +87,11 @@ def run(
                 3 undecided: ranks were compared only with one another, the budget
                   ran out, or the judge had an error; or nothing was judged
     """
+    from shardproof.scenarios.load import run_by_a_wing
+
     _require_fitting(filters, others, {"--depth": others.depth, "--shard": session.shard})
-    if (of_wing := _of_wing(filters, others)) is not None:
-        kind, paths = of_wing
-        raise typer.Exit(kind.run(paths, session, how) if kind.run else 0)
+    if not others.again and (of_wing := run_by_a_wing(filters.scenarios or ())):
+        raise typer.Exit(of_wing(session, how))
     kept: list[CaseResult] = []
     if others.again:
         typed = "--tier" in options.given(context)
@@ -129,13 +130,6 @@ def _require_fitting(
     if others.campaign is not None or others.drawn is not None:
         again = {"--resume": others.resume, "--rerun-failed": others.rerun_failed}
         options.refuse(filters.given() | again, "--campaign and --case draw their own cases")
-
-
-def _of_wing(filters: options.Filters, others: Others) -> tuple[wings.FileKind, list[Path]] | None:
-    """Files of a kind that a wing runs, where nothing else is named."""
-    from shardproof.scenarios.load import run_by_a_wing
-
-    return None if others.again else run_by_a_wing(filters.scenarios or ())
 
 
 def _of_earlier(

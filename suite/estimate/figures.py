@@ -23,8 +23,9 @@ from shardproof.estimate import activations
 from shardproof.estimate.shapes import Batch, Shape, accountings, facts_of, itemsize
 from shardproof.table import Table
 
-#: Ranks along one axis that are looked at: beyond these all hold what one of them holds, or less.
-_LOOKED_AT = 16
+#: Ranks times parameters up to which every rank is looked at.  Beyond it ranks at the ends of each
+#: axis stand for all: a rank between them may hold a few step counters more.
+_LOOKED_AT = 200_000
 _GB = 10**9
 _ONE = Batch()
 
@@ -192,7 +193,7 @@ def _kept(
 
 def _ranks(facts: ModelFacts) -> Iterator[int]:
     """Ranks of every stage and split, and of each data axis the first and the last ones."""
-    if facts.world <= _LOOKED_AT:
+    if facts.world * len(facts.parameters) <= _LOOKED_AT:
         yield from range(facts.world)
         return
     dividing = axes.dividing(facts.axes)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +92,15 @@ def files_of_wings(folder: Path) -> dict[Path, FileKind]:
     return {path: kind for path in _yaml_below(folder) if (kind := kind_of(path))}
 
 
-def run_by_a_wing(arguments: Sequence[str]) -> tuple[FileKind, list[Path]] | None:
-    """The files and folders in ``arguments``, if all are of one kind that its wing runs."""
+def run_by_a_wing(arguments: Sequence[str]) -> Callable[[Any, Any], int] | None:
+    """Runs the files and folders in ``arguments``, if all are of one kind that a wing runs."""
     found: dict[Path, FileKind | None] = {}
     for path in map(named, arguments):
         found |= files_of_wings(path) if path.is_dir() else {path: kind_of(path)}
         found |= dict.fromkeys(_files_below(path) if path.is_dir() else ())
     kinds = {kind.name if kind else "": kind for kind in found.values()}
     kind = next(iter(kinds.values()), None)
-    return (kind, [*found]) if kind and kind.run and len(kinds) == 1 else None
+    return partial(kind.run, [*found]) if kind and kind.run and len(kinds) == 1 else None
 
 
 def _not_judged(path: Path, what: str, kind: FileKind) -> Problem:

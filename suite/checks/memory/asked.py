@@ -44,15 +44,11 @@ def _held(record: RankRecord, step: int) -> dict[str, int]:
     rows = [row for row in record.memory if row.step == step and row.device != "file"]
     marked = [row for row in rows if (row.moment, row.where) == ("mark", "after_update")]
     held = {kind: sum(row.bytes for row in marked if row.kind == kind) for kind in JUDGED}
-    peaks = {
-        kind: max((r.bytes for r in rows if (r.moment, r.kind) == ("peak", kind)), default=0)
-        for kind in ("activations", "all")
-    }
-    return held | {
-        "state": sum(held.values()),
-        "activations": peaks["activations"],
-        "peak": peaks["all"],
-    }
+    held["state"] = sum(held.values())
+    for name, kind in (("activations", "activations"), ("peak", "all")):
+        peaks = [row.bytes for row in rows if (row.moment, row.kind) == ("peak", kind)]
+        held[name] = max(peaks, default=0)
+    return held
 
 
 def _text(value: Fraction) -> str:

@@ -53,7 +53,7 @@ def test_a_wrong_figure_and_a_wrong_setting_are_told(tmp_path: Path) -> None:
     file.write_text(text.replace('honest: "112"', "honest: 111"))
     assert [one.is_right for one in claims.read(file).computed] == [True, False]
     file.write_text(text.replace("impl: ddp", "impl: dpp", 1))
-    with pytest.raises(ScenarioError, match=r"claim.yaml:6: .*did you mean ddp\?"):
+    with pytest.raises(ScenarioError, match=r"claim.yaml:7: .*did you mean ddp\?"):
         claims.read(file)
     file.write_text("".join(x for x in text.splitlines(True) if not x.startswith("condition")))
     with pytest.raises(ScenarioError, match="no condition"):
