@@ -27,15 +27,14 @@ def differs(evidence: Figures) -> tuple[str, Worst] | None:
     for name in (name for name in wanted if name != "within"):
         kind = "state" if name == "ratio" else name
         rank = max(by_rank, key=lambda rank: by_rank[rank][kind])
-        size = by_rank[rank][kind]
-        found = Fraction(whole, size or 1) if name == "ratio" else Fraction(size)
+        held = Fraction(by_rank[rank][kind])
+        found = whole / max(held, Fraction(1)) if name == "ratio" else held
         expected = evaluate(wanted[name], evidence.facts)
         if (error := abs(found - expected)) > within * expected:
             about = f"expected {_text(expected)} ({wanted[name]}), measured {_text(found)}"
             margin = f"; tolerance {float(within):g} of it" if within else ""
             message = f"expect.memory.{name}: {about} on rank {rank} in step {step}{margin}"
-            worst = Worst(name, step, "after_update", f"rank {rank}", float(error), 0.0)
-            return message, worst
+            return message, Worst(name, step, "after_update", f"rank {rank}", float(error), 0.0)
     return None
 
 
