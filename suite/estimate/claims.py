@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, Field
 
 from shardproof import axes, strategies
 from shardproof.case import Case
-from shardproof.costs.expression import Grammar, parse
+from shardproof.costs.expression import Functions, Grammar, parse
 from shardproof.costs.schedules import FORMS
 from shardproof.costs.schedules import Setting as Window
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
@@ -54,7 +54,7 @@ class Measured(Scenario):
 
     name: str = ""
     about: str = ""
-    sees: list[str] = Field([])  # type: ignore[assignment]
+    sees: list[str] = Field([])
     agrees: bool | None = Field(
         None, description="whether cases that pass agree with the sentence; null: neither way"
     )
@@ -212,7 +212,7 @@ def _figure(row: FigureModel, value: Fraction) -> Figure:
     return Figure(row.what, shown, row.honest, row.claimed or "", agrees, is_right)
 
 
-_FUNCTIONS = {
+_FUNCTIONS: Functions = {
     "min": (min, None),
     "max": (max, None),
     "ceil": (lambda values: Fraction(math.ceil(values[0])), 1),
@@ -236,8 +236,7 @@ def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
     if "schedule" in given:
         name = given.pop("schedule")
         form = shapes.known(name, FORMS, "schedule")
-        times = {k: Fraction(given.pop(k)) for k in ("forward",) if k in given}
-        window = Window(**given, **times)
+        window = Window(**given)
         bubble, held = form.makespan(window), form.held(window, 0)
         found = {"bubble": bubble / window.ideal, "held": Fraction(held, window.chunks)}
         span = form.span(window)

@@ -70,7 +70,8 @@ def estimate(
     facts = facts_of_module(model, optimizer, axes, options, units)
     if accounting:
         facts = shapes.in_accounting(facts, accounting, micro_batches)
-    kept, notes = None, ()
+    kept: int | None = None
+    notes: tuple[str, ...] = ()
     if inputs:
         kept, why_not = counted(model, inputs, facts)
         notes = (f"activations not counted: {why_not}",) if why_not else ()
@@ -133,7 +134,7 @@ def _blocks(model: nn.Module) -> tuple[str, ...]:
 def counted(model: nn.Module, inputs: tuple[Any, ...], facts: ModelFacts) -> tuple[int | None, str]:
     """Bytes that backward needs of one forward, or why they could not be counted."""
     import torch
-    from torch.func import functional_call  # type: ignore[attr-defined]
+    from torch.func import functional_call
 
     kept: dict[int, Any] = {}
 

@@ -40,7 +40,7 @@ def problems(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem]:
             at: Keys = [*path, "workload", index]
             yield from cannot_be_built(file, vocabulary, at, workload_of(scenario, variant))
     yield from plans.problems(file)
-    choices = [*scenario.matrix.implementation, *scenario.matrix.workload]
+    choices: list[Any] = [*scenario.matrix.implementation, *scenario.matrix.workload]
     expects = [e for e in (scenario.expect, *(choice.expect for choice in choices)) if e]
     for name in ("traffic", "memory"):
         if name not in scenario.checks and any(getattr(expect, name) for expect in expects):
