@@ -1,0 +1,329 @@
+"""``Training``: a model, a loss and data; how it is split; where it runs; for how many steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof import axes, registry, strategies
+from shardproof.backends import BACKENDS, USUAL_PROCESSES
+from shardproof.contract import Capabilities, Implementation, OptimizerSpec, Refused, Role
+from shardproof.errors import nearest
+from shardproof.training import on_rank, optimizers, places
+from shardproof.training.model import Loss, UserModel
+from shardproof.training.on_rank import Bytes, Checkpointing, Plan, RankTraining, Share
+from shardproof.training.source import Source
+from shardproof.training.world import (
+    TIMEOUT_SECONDS,
+    World,
+    backend_named,
+    is_launched,
+    join,
+    require_mesh,
+)
+
+#: Short words for what is computed in; parameters and gradients travel in it, too.
+_PRECISIONS: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+#: The family of a strategy that is named without one.
+_OWN = "reference"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training gives back, the same on every rank.
+
+    ``losses`` and ``norms`` (before clipping) are those of the global batch, from step ``first``
+    on; ``throughput`` counts samples a second over all ranks, without the steps whose memory was
+    measured (``None``: there were no others).  ``state`` holds the trained parameters and buffers,
+    which ``model`` has as well.
+    """
+
+    model: nn.Module
+    losses: list[float]
+    norms: list[float]
+    first: int
+    world: int
+    throughput: float | None
+    memory: list[dict[str, Bytes]]
+    checkpoint: Path | None
+    state: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
+
+    def memory_stats(self) -> list[dict[str, Bytes]]:
+        """Bytes of every rank by class of tensor: ``peak`` of a step and ``current`` after it."""
+        return self.memory
+
+
+class Training:
+    """Trains ``model`` on ``data``; every method but :meth:`run` returns the builder itself.
+
+    ``loss(outputs, targets)`` is the mean over a batch.  ``data``: see ``source.py``.  ``batch``:
+    samples a step takes over all ranks.  ``units``, ``stages`` and ``roles`` describe the model, as
+    for :class:`shardproof.OwnWorkload`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        data: Any,
+        *,
+        batch: int | None = None,
+        seed: int = 0,
+        units: Sequence[str] = (),
+        stages: Callable[[nn.Module, int, int], nn.Module] | None = None,
+        roles: Mapping[str, Role] | None = None,
+    ) -> None:
+        if not callable(loss):
+            raise ValueError(f"loss {loss!r:.60} cannot be called: give loss(outputs, targets)")
+        self._model = UserModel(model, loss, units=units, stages=stages, roles=roles)
+        self._source = Source(data, batch, seed=seed)
+        self._optimizer: OptimizerSpec = optimizers.spec(torch.optim.AdamW)
+        self._strategy = named(strategies.REPLICATION)
+        self._mesh: Mapping[str, int] | None = None
+        self._options: dict[str, Any] = {}
+        self._accumulate, self._backend, self._timeout = 1, "", TIMEOUT_SECONDS
+        self._checkpoint: Checkpointing | None = None
+
+    def optimizer(
+        self,
+        kind: str | type[torch.optim.Optimizer],
+        lr: float | None = None,
+        *,
+        clip: float | None = None,
+        warmup: int = 0,
+        **arguments: Any,
+    ) -> Training:
+        """Update by ``kind``, a class or a name of ``torch.optim``; ``clip``: largest global norm.
+
+        ``warmup``: linear steps up to ``lr``.  ``arguments`` are those of the class.
+
+        :raises ValueError: no such optimizer or argument.
+        """
+        self._optimizer = optimizers.spec(kind, lr, clip=clip, warmup=warmup, **arguments)
+        return self
+
+    def strategy(
+        self,
+        name: str,
+        mesh: Mapping[str, int] | None = None,
+        *,
+        precision: str | Mapping[str, str] = "fp32",
+        recompute: int = 0,
+        offload: str = "none",
+        accumulate: int = 1,
+        **options: Any,
+    ) -> Training:
+        """Split by the implementation ``name``: ``ddp`` is ``reference/ddp``, others by full names.
+
+        ``mesh``: ranks along each axis (default: all along the strategy's own).  ``precision``:
+        ``bf16``, or the option as a mapping.  ``recompute``: units of a group that is computed
+        again in backward.  ``accumulate``: micro-batches a rank cuts its share into.  ``options``
+        are the implementation's own.
+
+        :raises ValueError: no such strategy, axis or option.
+        """
+        if accumulate < 1:
+            raise ValueError(f"accumulate = {accumulate}: a step has at least one micro-batch")
+        self._strategy, self._mesh, self._accumulate = named(name), mesh, accumulate
+        self._options = chosen_options(precision, recompute, offload, options)
+        capabilities_of(self._strategy, self._options)
+        return self
+
+    def backend(self, name: str, timeout: float = TIMEOUT_SECONDS) -> Training:
+        """Talk over ``name``: ``in_memory`` (threads), ``gloo``, ``nccl`` or ``mpi`` (processes).
+
+        :raises ValueError: no such backend.
+        """
+        if name not in BACKENDS:
+            raise ValueError(f"unknown backend {name!r}; {nearest(name, BACKENDS, 'valid')}")
+        self._backend, self._timeout = name, timeout
+        return self
+
+    def checkpoint(
+        self,
+        folder: str | Path,
+        every: int = 0,
+        *,
+        format: str = "sharded",
+        keep: int = 2,
+        resume: bool = True,
+    ) -> Training:
+        """Save into ``folder`` every so many steps and at the end; resume from what is there.
+
+        ``format``: ``full``, ``sharded`` or ``asynchronous``.  ``keep``: how many stay.
+        """
+        self._checkpoint = Checkpointing(Path(folder), every, resume)
+        self._options = {**self._options, "checkpoint": {"format": format, "keep": keep}}
+        return self
+
+    def run(
+        self, steps: int, *, ranks: int | None = None, progress: int = 0, memory: bool = True
+    ) -> Result:
+        """Train until ``steps`` steps are done.
+
+        A process that a launcher started (torchrun, mpirun, srun, a container's) is one rank of
+        the job.  Any other starts ``ranks`` ranks (default: as many as the mesh has), as threads or
+        as processes: the backend says which.  ``progress``: prints the loss every so many steps.
+        ``memory``: measures the memory of the first two steps.
+
+        :raises ValueError: something does not fit; the message says what to change.
+        """
+        if steps < 1:
+            raise ValueError(f"steps = {steps}: train at least one")
+        capabilities = capabilities_of(self._strategy, self._options)
+        launched = is_launched(os.environ)
+        world = join(self._backend, self._timeout) if launched else None
+        size = world.size if world else ranks or axes.size(self._mesh or {}, self._mesh or {})
+        plan = self.plan(size, capabilities, memory=memory, progress=progress)
+        if world is None:
+            backend = self._backend or os.environ.get("SHARDPROOF_BACKEND", USUAL_PROCESSES)
+            chosen = backend_named(backend, size)
+            program = partial(_train, plan, steps)
+            shares = places.run(chosen, size, program, self._timeout)
+        else:
+            shares = world.comm.all_gather_object(_train(plan, steps, world))
+        return self._result(plan, shares)
+
+    def plan(self, size: int, capabilities: Capabilities, **how: Any) -> Plan:
+        """All that ``size`` ranks must know.
+
+        :raises ValueError: mesh, strategy, optimizer and checkpoint do not fit each other.
+        """
+        mesh = mesh_for(self._strategy, capabilities, self._mesh, size)
+        fits(self._strategy, capabilities, self._optimizer, self._options, mesh)
+        if self._checkpoint and not capabilities.checkpoints:
+            raise ValueError(f"{self._strategy} saves no checkpoints: leave checkpoint() out")
+        measure, progress = how.get("memory", False), how.get("progress", 0)
+        where = self._strategy, mesh, self._options, self._accumulate, self._checkpoint
+        return Plan(self._model, self._source, self._optimizer, *where, measure, progress)
+
+    def _result(self, plan: Plan, shares: Sequence[Share]) -> Result:
+        first = shares[0]
+        losses = on_rank.merged([(share.of, share.losses) for share in shares])
+        model = self._model.model
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for name, value in first.state.items():
+                held[name].copy_(value)
+        seconds, rate = max(share.seconds for share in shares), None
+        if seconds and first.timed:
+            rate = first.timed * self._source.samples(first.first) / seconds
+        memory = [share.memory for share in shares]
+        numbers = losses, first.norms, first.first, len(shares), rate, memory, first.checkpoint
+        return Result(model, *numbers, first.state)
+
+
+def _train(plan: Plan, steps: int, world: World) -> Share:
+    return RankTraining(plan, world).run(steps)
+
+
+def named(strategy: str) -> str:
+    """The full name of the implementation ``strategy``: a name without family is the suite's own.
+
+    :raises ValueError: there is none.
+    """
+    known = [*registry.names()]
+    if strategy in known or ":" in strategy:
+        return strategy
+    if f"{_OWN}/{strategy}" in known:
+        return f"{_OWN}/{strategy}"
+    short = [name.removeprefix(f"{_OWN}/") for name in known]
+    raise ValueError(f"unknown strategy {strategy!r}; {nearest(strategy, short, 'valid')}")
+
+
+def chosen_options(
+    precision: str | Mapping[str, str], recompute: int, offload: str, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The options of an implementation; what is as usual is left to it."""
+    made = dict(options)
+    if isinstance(precision, str) and precision not in _PRECISIONS:
+        remedy = nearest(precision, _PRECISIONS, "valid")
+        raise ValueError(f"unknown precision {precision!r}; {remedy}")
+    if isinstance(precision, Mapping):
+        made["precision"] = dict(precision)
+    elif precision != "fp32":
+        computed, kept = _PRECISIONS[precision], _PRECISIONS["fp32"]
+        made["precision"] = {"parameters": computed, "reduce": kept, "output": kept}
+    if recompute:
+        made["recompute_every"] = recompute
+    if offload != "none":
+        made["offload"] = offload
+    return made
+
+
+def capabilities_of(name: str, options: Mapping[str, Any]) -> Capabilities:
+    """What the implementation ``name`` declares with ``options``.
+
+    :raises ValueError: it trains no model, or does not take an option.
+    """
+    system = registry.load(name)
+    if not issubclass(system, Implementation) or registry_untrained(system):
+        raise ValueError(f"{name} trains no model; take a strategy such as {strategies.REPLICATION}")
+    try:
+        return system.capabilities(options)
+    except Refused as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def registry_untrained(system: type[Implementation]) -> bool:
+    """Whether ``system`` trains no model."""
+    from shardproof.contract import Untrained
+
+    return issubclass(system, Untrained)
+
+
+def mesh_for(
+    name: str, capabilities: Capabilities, mesh: Mapping[str, int] | None, size: int
+) -> dict[str, int]:
+    """``mesh``, or all ranks along the axis of the implementation that takes any number.
+
+    :raises ValueError: it does not fit ``size`` ranks, or the implementation.
+    """
+    if mesh is None:
+        along = axes.growing(capabilities.axes) or capabilities.axes
+        mesh = {along[0]: size}
+    require_mesh(mesh, size)
+    if foreign := [axis for axis in mesh if axis not in capabilities.axes]:
+        raise ValueError(
+            f"{name} has no axis {foreign[0]!r}: write mesh={{'{capabilities.axes[0]}': {size}}}, "
+            f"its axes are {', '.join(capabilities.axes)}"
+        )
+    if capabilities.max_world is not None and size > capabilities.max_world:
+        raise ValueError(f"{name} runs on up to {capabilities.max_world} ranks, not on {size}")
+    # In the one order that all of the suite expects, whatever the order in which it was written.
+    return {axis: mesh[axis] for axis in axes.names() if axis in mesh}
+
+
+def fits(
+    name: str,
+    capabilities: Capabilities,
+    optimizer: OptimizerSpec,
+    options: Mapping[str, Any],
+    mesh: Mapping[str, int],
+) -> None:
+    """Whether the optimizer can update what ranks hold.
+
+    :raises ValueError: it cannot.
+    """
+    own = isinstance(optimizer, optimizers.TorchOptimizer)
+    if own and not name.startswith(f"{_OWN}/"):
+        raise ValueError(f"{name} takes the optimizers sgd and adamw; others run under {_OWN}/...")
+    if own and options.get("offload", "none") != "none":
+        raise ValueError("offload: only the state of sgd and adamw can rest in host memory")
+    if strategies.SHARDED[0] in capabilities.features or axes.parts(mesh, "state") > 1:
+        optimizers.require_element_wise(optimizer)
+    if optimizer.clip_norm is not None and "clipping" in capabilities.declines:
+        raise ValueError(f"{name} does not clip: {capabilities.declines['clipping']}")
+
+
+def in_steps(training: Training, world: World, **how: Any) -> RankTraining:
+    """What ``training`` is on the calling rank of ``world``, for a caller that drives it itself."""
+    plan = training.plan(world.size, capabilities_of(training._strategy, training._options), **how)
+    return RankTraining(replace(plan, progress=0), world)

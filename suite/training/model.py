@@ -1,0 +1,96 @@
+"""A user's module and loss as the contract's ``Build``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardproof.contract import CrossEntropy, LossTerm, MicroBatch, Role
+from shardproof.workloads.knobs import WorkloadError
+from shardproof.workloads.own import OwnWorkload
+
+#: ``loss(outputs, targets)``: the mean over the samples of a micro-batch, or the loss of each.
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class UserModel:
+    """Builds copies of ``model``, or hands out ``model`` itself where it is trained ``in_place``.
+
+    ``units``, ``stages`` and ``roles`` are those of :class:`shardproof.OwnWorkload`; unless given,
+    units are the repeated blocks of the model.
+    """
+
+    cross_entropy: CrossEntropy | None = None
+    terms: Sequence[LossTerm] = ()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        *,
+        units: Sequence[str] = (),
+        stages: Callable[[nn.Module, int, int], nn.Module] | None = None,
+        roles: Mapping[str, Role] | None = None,
+        in_place: bool = False,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model {model!r:.60} is no nn.Module: give a module that is built")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                f"the model ({type(model).__name__}) has no parameter that requires a gradient: "
+                "there is nothing to train"
+            )
+        if lazy := [n for n, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]:
+            raise ValueError(
+                f"parameter {lazy[0]!r} of the model has no shape yet: call the model once, so that "
+                "its lazy layers are made, before you give it"
+            )
+        self.model, self._loss, self._in_place = model, loss, in_place
+        self._shape = OwnWorkload(lambda: model, _no_loss, _no_batch, units=units, stages=stages, roles=roles)
+        self._shape.name = f"the model ({type(model).__name__})"
+        self.units = self._shape.units(model)
+        self.roles = self._shape.roles(model)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, tied ones once."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: tensor.detach() for name, tensor in named}
+
+    def __call__(self, device: str = "cpu") -> nn.Module:
+        return (self.model if self._in_place else copy.deepcopy(self.model)).to(device)
+
+    def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
+        """The part of ``module`` with units ``start`` to ``stop - 1``.
+
+        :raises WorkloadError: nobody knows how to cut it.
+        """
+        chain = type(module) is nn.Sequential
+        if self._shape._stages is None and not chain:
+            raise WorkloadError(
+                f"a {type(module).__name__} cannot be cut into stages: make it an nn.Sequential, or "
+                "give stages=, a function (model, start, stop) -> the part with these units"
+            )
+        return self._shape.stage(module, start, stop)
+
+    def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """The share of this micro-batch in the mean over the global batch."""
+        assert self._loss is not None
+        value: Any = self._loss(outputs, micro.targets)
+        if not isinstance(value, Tensor):
+            raise ValueError(f"loss(outputs, targets) returned {value!r:.60}, no tensor")
+        if value.dim() == 0:
+            return value * micro.weights.sum()
+        of_samples = value.reshape(len(value), -1).mean(1)
+        return (of_samples * micro.weights.to(value.dtype)).sum()
+
+
+def _no_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    raise NotImplementedError
+
+
+def _no_batch(size: int, generator: Any) -> Sequence[Tensor]:
+    raise NotImplementedError

@@ -1,0 +1,315 @@
+"""What one rank of a training does: set-up, steps, progress, checkpoints, and what it gives back."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof import registry
+from shardproof.backends import BACKENDS
+from shardproof.case import data_shares
+from shardproof.contract import KINDS, Implementation, Kind, OptimizerSpec, Point, StepResult
+from shardproof.ledgers import program_order
+from shardproof.ledgers.memory import installed
+from shardproof.ledgers.memory.recorder import MemoryLedger
+from shardproof.ledgers.memory.summary import summary
+from shardproof.training.model import UserModel
+from shardproof.training.source import Source
+from shardproof.training.world import World, require_mesh
+
+#: Steps under the memory ledger: from the second one on the optimizer's state is there.
+MEASURED_STEPS = 2
+#: Class of memory -> bytes.
+Bytes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """``folder`` of the checkpoints of one run; one ``every`` so many steps, and one at the end."""
+
+    folder: Path
+    every: int = 0
+    resume: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a rank must know to train; the same on every rank."""
+
+    model: UserModel
+    source: Source
+    optimizer: OptimizerSpec
+    implementation: str
+    axes: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    checkpointing: Checkpointing | None = None
+    measure: bool = True
+    progress: int = 0
+
+
+@dataclass
+class Share:
+    """What one rank gives back.  ``of``: the share of the data that it trained on; ``losses`` are
+    those of this share, ``state`` whole parameters and buffers on rank 0.
+    """
+
+    of: int
+    first: int
+    losses: list[float | None]
+    norms: list[float]
+    seconds: float
+    timed: int
+    memory: dict[str, Bytes]
+    checkpoint: Path | None = None
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+class RankTraining:
+    """The training of ``plan`` on the calling rank of ``world``."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        require_mesh(plan.axes, world.size)
+        self.plan, self.world = plan, world
+        self.mesh = world.new_mesh(plan.axes)
+        shares = data_shares(plan.axes, self.mesh.ranks, self.mesh.ranks)
+        self.share = shares[world.rank], max(shares.values()) + 1
+        self.system: Implementation = registry.load(plan.implementation)()
+        self.losses: list[Tensor | None] = []
+        self.norms: list[Tensor] = []
+        self.saved: Path | None = None
+        self._saving: Any = None
+
+    def run(self, steps: int) -> Share:
+        """Train until ``steps`` steps are done, those of a checkpoint included."""
+        plan, began, timed = self.plan, 0.0, 0
+        memory = Memory(plan.model, plan.measure)
+        try:
+            with memory:
+                self.set_up(memory)
+                first = self.load()
+                dtype = next(iter(plan.model.model.parameters())).dtype
+                device = self.world.device
+                batches = plan.source.batches(first, self.share, plan.accumulate, device, dtype)
+                for step in range(first, steps):
+                    if step == first + MEASURED_STEPS:
+                        memory.close()
+                    if not memory.is_open and not timed:
+                        self.finish_device()
+                        began = time.perf_counter()
+                    batch = next(batches, None)
+                    if batch is None:
+                        raise ValueError(
+                            f"the data ended after {step} of {steps} steps: give a DataLoader or a "
+                            "list, which begin again, or ask for fewer steps"
+                        )
+                    with memory.step(step):
+                        result = self.system.step(batch, memory.observer(self.system, step))
+                    timed += not memory.is_open
+                    self.keep(result)
+                    self.after(step + 1, steps)
+                self.finish_device()
+                seconds = time.perf_counter() - began
+            return self.result(first, seconds if timed else 0.0, timed, memory)
+        except BaseException:
+            self.system.abort()
+            raise
+
+    def set_up(self, memory: Memory) -> None:
+        """Build the model and put it under the strategy; rank 0 has the values."""
+        plan = self.plan
+        state = plan.model.state if self.world.rank == 0 else None
+        if registry.load(plan.implementation).capabilities(plan.options).initial_state == "everywhere":
+            state = plan.model.state
+        self.system.setup(memory.watched(plan.model), state, plan.optimizer, self.mesh, plan.options)
+
+    def load(self) -> int:
+        """Resume from the newest checkpoint, if there is one; the number of steps that it has."""
+        saves = self.plan.checkpointing
+        if saves is None or not saves.resume:
+            return 0
+        # All ranks must load or none, and a folder may become visible later on some of them.
+        [found] = self.world.comm.agree([int(holds_checkpoint(saves.folder))], "first")
+        if not found:
+            return 0
+        step: int = self.system.load(saves.folder)["data"]["step"]
+        self.saved = saves.folder
+        return step
+
+    def keep(self, result: StepResult) -> None:
+        """Remember the numbers of a step without waiting for the device."""
+        self.losses.append(None if result.loss is None else result.loss.detach())
+        if result.norm is not None:
+            self.norms.append(result.norm.detach())
+
+    def after(self, done: int, steps: int) -> None:
+        """Save and say how far training is, where it is time for either."""
+        saves = self.plan.checkpointing
+        if saves and (done == steps or (saves.every and done % saves.every == 0)):
+            self.finish_save()
+            self._saving = self.system.save(saves.folder, {"data": {"step": done}})
+            self.saved = saves.folder
+        every = self.plan.progress
+        if every and (done % every == 0 or done == steps):
+            last = None if self.losses[-1] is None else float(self.losses[-1])
+            told = self.world.comm.all_gather_object((self.share[0], last))
+            if self.world.rank == 0:
+                loss = merged([(of, [value]) for of, value in told])[0]
+                print(f"step {done}/{steps}  loss {loss:.6g}", file=sys.stderr, flush=True)
+
+    def finish_save(self) -> None:
+        """Wait until the save under way is committed."""
+        if self._saving is not None:
+            self._saving.wait()
+            self._saving = None
+
+    def finish_device(self) -> None:
+        """Wait until the device has done its work."""
+        if self.world.device != "cpu":
+            torch.get_device_module(self.world.device).synchronize()
+
+    def result(self, first: int, seconds: float, timed: int, memory: Memory) -> Share:
+        """Give back numbers, and on rank 0 the trained model."""
+        self.finish_save()
+        self.system.drain()
+        state = self.system.full_state("parameters")
+        state |= {p.name: p.tensor.clone() for p in self.system.local_state("buffers")}
+        state = {name: tensor.detach().cpu() for name, tensor in state.items()}
+        self.system.close()
+        losses = [None if loss is None else float(loss) for loss in self.losses]
+        norms, root = [float(norm) for norm in self.norms], self.world.rank == 0
+        numbers = self.share[0], first, losses, norms, seconds, timed, memory.stats
+        return Share(*numbers, self.saved, state if root else {})
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether there is anything to load."""
+    from shardproof.errors import SelectionError
+    from shardproof.registry import checkpoints
+
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return False
+    try:
+        with checkpoints.opened(folder):
+            return True
+    except SelectionError as error:
+        if "no checkpoint" in str(error):
+            return False
+        raise
+
+
+def merged(shares: Sequence[tuple[int, Sequence[float | None]]]) -> list[float]:
+    """The losses of the global batch: of each share, what the first rank that knows it says."""
+    of_share: dict[int, Sequence[float | None]] = {}
+    for of, losses in shares:
+        if of not in of_share or None in of_share[of]:
+            of_share[of] = losses
+    return [sum(loss or 0.0 for loss in of_step) for of_step in zip(*of_share.values(), strict=True)]
+
+
+class Memory:
+    """The memory ledger of the first steps: what each class of tensors takes on this rank."""
+
+    def __init__(self, model: UserModel, wanted: bool) -> None:
+        self._log = program_order.RankLog() if wanted else None
+        self._ledger = MemoryLedger(lambda: self._log.phase if self._log else "") if wanted else None
+        self._built: list[torch.nn.Module] = []
+        self._open = False
+        self.stats: dict[str, Bytes] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the ledger is being written."""
+        return self._open
+
+    def __enter__(self) -> Memory:
+        if self._ledger is not None:
+            self._is_process = not any(b.threads for b in _here())
+            program_order.install(self._log, process=self._is_process)
+            self._ledger.__enter__()
+            self._open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the ledger and keep its figures."""
+        if not self._open or self._ledger is None:
+            return
+        self._open = False
+        self._ledger.__exit__(None, None, None)
+        program_order.install(None, process=self._is_process)
+        rows, last = summary(self._ledger.log), self._ledger.step
+        peak: Bytes = {}
+        current: Bytes = {}
+        for row in rows:
+            if row.step == last and row.moment == "peak":
+                peak[row.kind] = max(peak.get(row.kind, 0), row.bytes)
+            if row.step == last and row.moment == "mark":
+                current[row.kind] = current.get(row.kind, 0) + row.bytes
+        self.stats = {"peak": peak, "current": current}
+
+    def watched(self, model: UserModel) -> Any:
+        """``model`` as a build whose modules the ledger watches."""
+        return _Watched(model, self._built) if self._open else model
+
+    def step(self, number: int) -> Any:
+        """Around an optimizer step."""
+        if not self._open or self._ledger is None or self._log is None:
+            return nullcontext()
+        self._ledger.step = number
+        return self._log.step(number)
+
+    def observer(self, system: Implementation, step: int) -> Callable[[Point], None]:
+        """What looks at the tensors of ``system`` at the points of a step."""
+        if not self._open:
+            return _nothing
+
+        def observe(point: Point) -> None:
+            assert self._ledger is not None and self._log is not None
+            with self._log.observe(point), self._ledger.unseen():
+                kinds: tuple[Kind, ...] = KINDS
+                pieces = {kind: system.local_state(kind) for kind in kinds}
+                self._ledger.classify(pieces, self._built)
+                if point == "after_update":
+                    self._ledger.mark(point)
+
+        return observe
+
+
+def _nothing(point: Point) -> None:
+    pass
+
+
+def _here() -> Iterator[Any]:
+    """The backend of the calling rank, if it is one of the suite's own."""
+    import torch.distributed as dist
+
+    return iter(b for b in BACKENDS.own.values() if b.name == dist.get_backend())
+
+
+class _Watched:
+    """A build whose modules tell the ledger which unit computes."""
+
+    def __init__(self, model: UserModel, built: list[torch.nn.Module]) -> None:
+        self._model, self._made = model, built
+        self.units, self.roles = model.units, model.roles
+        self.cross_entropy, self.terms = model.cross_entropy, model.terms
+        self.loss, self.stage = model.loss, model.stage
+
+    def __call__(self, device: str = "cpu") -> torch.nn.Module:
+        module = self._model(device)
+        program_order.watch(module, self.units)
+        installed.watch(module)
+        self._made.append(module)
+        return module
+

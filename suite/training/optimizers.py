@@ -1,0 +1,149 @@
+"""An optimizer of torch, given by name or by class, as the contract's ``OptimizerSpec``.
+
+A strategy that shards the optimizer's state gives it flat parts of parameters.  That is right for
+an optimizer only if it treats every element alone.  :func:`require_element_wise` tries that: a few
+steps on a small matrix, once whole and once in two flat parts, must end in the same bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardproof.contract import OptimizerSpec
+from shardproof.errors import nearest
+
+#: Arguments of ``OptimizerSpec`` that an optimizer of torch may have, by what it has them for.
+_IN_SPEC = ("momentum", "betas", "eps", "weight_decay")
+#: Steps of the trial: the second one uses the state that the first one made.
+_STEPS = 3
+#: Path -> class: a class of a script cannot be imported by its path.
+_KINDS: dict[str, type[torch.optim.Optimizer]] = {}
+
+
+@dataclass(frozen=True)
+class TorchOptimizer(OptimizerSpec):
+    """An optimizer by its class, with ``given`` arguments beside the learning rate."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        """The class that :func:`spec` was given."""
+        return _KINDS[self.name]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The learning rate, and what was given."""
+        return {"lr": self.lr, **self.given}
+
+
+def spec(
+    optimizer: str | type[torch.optim.Optimizer],
+    lr: float | None = None,
+    *,
+    clip: float | None = None,
+    warmup: int = 0,
+    **arguments: Any,
+) -> OptimizerSpec:
+    """The spec of ``optimizer``, a class or a name of ``torch.optim``, with torch's own defaults.
+
+    :raises ValueError: no such optimizer, or an argument that it does not take.
+    """
+    kind = _kind(optimizer)
+    defaults = {
+        name: one.default for name, one in inspect.signature(kind).parameters.items() if name != "self"
+    }
+    if unknown := [name for name in arguments if name not in defaults]:
+        takes = [name for name in defaults if name not in ("params", "foreach")]
+        raise ValueError(
+            f"optimizer {kind.__name__} takes no argument {unknown[0]!r}; "
+            f"{nearest(unknown[0], takes, 'valid')}"
+        )
+    if lr is None:
+        lr = defaults.get("lr", inspect.Parameter.empty)
+        if not isinstance(lr, float | int):
+            raise ValueError(f"optimizer {kind.__name__} has no default lr: give lr=")
+    decay = arguments.pop("weight_decay", defaults.get("weight_decay", 0.0))
+    decay = decay if isinstance(decay, float | int) else 0.0
+    common: dict[str, Any] = {
+        "lr": float(lr),
+        "weight_decay": float(decay),
+        "warmup_steps": warmup,
+        "clip_norm": clip,
+    }
+    plain = OptimizerSpec(name=kind.__name__.lower())  # type: ignore[arg-type]
+    known = all(name in _IN_SPEC for name in arguments) and kind.__module__.startswith("torch.")
+    try:
+        known = known and plain.kind is kind
+    except ValueError:  # the contract has no word for it
+        known = False
+    if known:
+        own = {name: defaults[name] for name in _IN_SPEC if name in defaults}
+        return OptimizerSpec(name=plain.name, **{**own, **common, **arguments})
+    path = f"{kind.__module__}:{kind.__qualname__}"
+    _KINDS[path] = kind
+    return TorchOptimizer(name=path, given=arguments, **common)  # type: ignore[arg-type]
+
+
+def _kind(optimizer: str | type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        return optimizer
+    known = {
+        name.lower(): value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    }
+    del known["optimizer"]
+    if isinstance(optimizer, str) and optimizer.lower() in known:
+        return known[optimizer.lower()]
+    if isinstance(optimizer, str):
+        remedy = nearest(optimizer, known, "valid")
+        raise ValueError(f"unknown optimizer {optimizer!r}; {remedy}, or give a class")
+    raise ValueError(
+        f"optimizer {optimizer!r:.60} is neither a name nor a class: the strategy makes it, because "
+        "it updates the strategy's tensors; write optimizer(torch.optim.AdamW, lr=...)"
+    )
+
+
+def require_element_wise(given: OptimizerSpec) -> None:
+    """Raise where the optimizer does not give flat parts of a matrix what it gives the whole.
+
+    :raises ValueError: it looks at more than an element, or wants a closure.
+    """
+    if not isinstance(given, TorchOptimizer):
+        return
+    name = given.kind.__name__
+    remedy = "take a strategy that keeps the optimizer's state whole, or an element-wise optimizer"
+    try:
+        whole, parts = (_trained(given, cuts) for cuts in (1, 2))
+    except Exception as error:
+        raise ValueError(
+            f"optimizer {name} cannot update parts of parameters, as sharded state asks for: "
+            f"{type(error).__name__}: {error}; {remedy}"
+        ) from error
+    if not torch.equal(whole, parts):
+        raise ValueError(
+            f"optimizer {name} is not element-wise: it updates a matrix otherwise than two flat "
+            f"parts of it, which is what ranks hold under sharded state; {remedy}"
+        )
+
+
+def _trained(given: OptimizerSpec, cuts: int) -> torch.Tensor:
+    """A matrix after some updates of it whole, or of its flat parts."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, *gradients = torch.randn(1 + _STEPS, 6, 4, generator=generator, dtype=torch.float64)
+    held = [matrix] if cuts == 1 else [part.clone() for part in matrix.reshape(-1).chunk(cuts)]
+    held = [torch.nn.Parameter(part) for part in held]
+    group = {"params": held, "weight_decay": given.weight_decay}
+    optimizer = given.kind([group], **given.arguments, foreach=False)  # type: ignore[call-arg]
+    for gradient in gradients:
+        of_each = [gradient] if cuts == 1 else gradient.reshape(-1).chunk(cuts)
+        for part, own in zip(held, of_each, strict=True):
+            part.grad = own.clone()
+        optimizer.step()
+    return torch.cat([part.detach().reshape(-1) for part in held])
