@@ -16,19 +16,29 @@ if TYPE_CHECKING:
     from typing import Any
 
     from shardproof.commands.prove import prove
+    from shardproof.training.builder import Training
+    from shardproof.training.loops import wrap
+    from shardproof.training.world import join
     from shardproof.workloads.own import OwnWorkload
 
-__all__ = ["OwnWorkload", "VERSION", "__version__", "prove"]
+__all__ = ["OwnWorkload", "Training", "VERSION", "__version__", "join", "prove", "wrap"]
+
+#: Name -> module that has it: ranks import this package without pandas.
+_LAZY = {
+    "prove": "shardproof.commands.prove",
+    "OwnWorkload": "shardproof.workloads.own",
+    "Training": "shardproof.training.builder",
+    "wrap": "shardproof.training.loops",
+    "join": "shardproof.training.world",
+    "ColumnParallelLinear": "shardproof.impls.reference.tensor.linear",
+    "RowParallelLinear": "shardproof.impls.reference.tensor.linear",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: ranks import this package without pandas."""
-    if name == "prove":
-        from shardproof.commands.prove import prove
+    """Import a name when it is asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-        return prove
-    if name == "OwnWorkload":
-        from shardproof.workloads.own import OwnWorkload
-
-        return OwnWorkload
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

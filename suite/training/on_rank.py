@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from shardproof import registry
 from shardproof.backends import BACKENDS
 from shardproof.case import data_shares
+from shardproof.comm import Comm
 from shardproof.contract import KINDS, Implementation, Kind, OptimizerSpec, Point, StepResult
 from shardproof.ledgers import program_order
 from shardproof.ledgers.memory import installed
@@ -180,14 +182,28 @@ class RankTraining:
         """Give back numbers, and on rank 0 the trained model."""
         self.finish_save()
         self.system.drain()
-        state = self.system.full_state("parameters")
-        state |= {p.name: p.tensor.clone() for p in self.system.local_state("buffers")}
-        state = {name: tensor.detach().cpu() for name, tensor in state.items()}
+        state = whole(self.system, self.world.comm)
         self.system.close()
         losses = [None if loss is None else float(loss) for loss in self.losses]
         norms, root = [float(norm) for norm in self.norms], self.world.rank == 0
         numbers = self.share[0], first, losses, norms, seconds, timed, memory.stats
         return Share(*numbers, self.saved, state if root else {})
+
+
+@torch.no_grad()
+def whole(system: Implementation, comm: Comm) -> dict[str, Tensor]:
+    """Whole parameters and buffers on the CPU, from the first copy of each piece; a collective."""
+    pieces = [*system.local_state("parameters"), *system.local_state("buffers")]
+    own = [replace(p, tensor=p.tensor.detach().cpu().clone(), source=None) for p in pieces if not p.replica]
+    state: dict[str, Tensor] = {}
+    for piece in itertools.chain.from_iterable(comm.all_gather_object(own)):
+        empty = torch.zeros(piece.global_shape, dtype=piece.tensor.dtype)
+        target = state.setdefault(piece.name, empty)
+        if piece.flat_range is not None:
+            target.view(-1)[slice(*piece.flat_range)] = piece.tensor.view(-1)
+        else:
+            target[tuple(slice(*bounds) for bounds in piece.slices or ())] = piece.tensor
+    return state
 
 
 def holds_checkpoint(folder: Path) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,9 @@ from shardproof.backends import BACKENDS, USUAL_PROCESSES, Backend, Joining, glo
 from shardproof.comm import Comm, Mesh, Subgroup
 from shardproof.errors import LaunchError, Problem, nearest
 from shardproof.ledgers.program_order import PerRank
+
+# The communicator calls operations by names that torch 2.11 has, too: no news for who trains.
+warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
 
 #: Seconds that a call waits for its peers unless told otherwise: as long as torch's own.
 TIMEOUT_SECONDS = 1800.0

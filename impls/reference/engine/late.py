@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardproof.impls.reference.engine.averages import Averages
     from shardproof.impls.reference.engine.masters import Masters
     from shardproof.impls.reference.engine.offload import HostMemory
+    from shardproof.impls.reference.engine.own_loop import OwnLoop
     from shardproof.impls.reference.engine.recompute import Call
     from shardproof.impls.reference.engine.scaler import LossScaler
     from shardproof.impls.reference.engine.summing import Summing
@@ -103,6 +104,17 @@ class LateParts(Implementation):
         from shardproof.impls.reference.engine.offload import HostMemory
 
         return HostMemory
+
+    @late
+    def own_loop_type(cls) -> type[OwnLoop]:
+        """Lets a loop of the user's own drive the strategy."""
+        from shardproof.impls.reference.engine.own_loop import OwnLoop
+
+        return OwnLoop
+
+    def needs_own_step(self) -> str:
+        """Why forward and backward cannot be called from outside; empty: they can."""
+        return ""
 
 
 class Following(LateParts):

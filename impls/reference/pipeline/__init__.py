@@ -149,6 +149,16 @@ class ReferencePipeline(Engine):
         )
         return stages
 
+    def needs_own_step(self) -> str:
+        """The schedule interleaves forwards and backwards of micro-batches."""
+        if not hasattr(self, "executor"):
+            return ""  # a hybrid without stages
+        return (
+            "axis 'pipe': a pipeline's schedule decides when each micro-batch goes forward and "
+            "backward, so there is no forward to call from a loop; train with "
+            "shardproof.Training(model, loss, data).strategy(...), which runs whole steps"
+        )
+
     def wrap(self, module: nn.Module) -> Handle:
         """The handle of a stage or a tied tensor on the data axes; there are none here."""
         return Local(module)

@@ -1,0 +1,156 @@
+"""A strategy in a training loop that is not the engine's: forward, loss, backward, step.
+
+    engine.step          a loop of the user's own
+    ------------------   ------------------------------------------
+    begin_step,          the first ``loop(inputs)`` of a step
+      before_step
+    accumulate, forward  every ``loop(inputs)``
+    backward             ``loss.backward()``: the strategy's hooks send what is complete
+    finish, unscale      ``sync_gradients()``, or ``step()``
+    norm, clip           ``clip(limit)``, or ``step()`` if the optimizer's spec says so
+    update, after_step   ``step()``
+
+The engine knows before a step how many micro-batches it has; here ``backwards`` says so.
+Gradients are divided by the number of ranks with data of their own, as those of DDP are: the loss
+of a rank is a mean over its share of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardproof.axes import sharing
+from shardproof.contract import Refused
+from shardproof.impls.reference.engine.optimizer import set_learning_rate
+from shardproof.impls.reference.engine.state import broadcast_tensors
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.engine.engine import Engine
+
+
+class OwnLoop:
+    """Drives ``system``, which is set up.
+
+    ``backwards``: backward passes of a step.  ``mean``: whether gradients are divided.
+    """
+
+    def __init__(self, system: Engine, backwards: int = 1, mean: bool = True) -> None:
+        if why := system.needs_own_step():
+            raise Refused(why)
+        self.system, self.backwards = system, backwards
+        axes = sharing(system.mesh.axes) if mean else ()
+        self.factor = 1.0 / system.mesh.size(*axes)
+        self.steps = self.forwards = 0
+        self.is_final = False  # whether gradients are those that the optimizer gets
+        self.norm: Tensor | None = None
+
+    # ------------------------------------------------------------------------------------ a step
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's outputs.  Without gradients it is an evaluation; all ranks call it."""
+        system = self.system
+        if not torch.is_grad_enabled():
+            if self.forwards:
+                raise RuntimeError(
+                    "a forward without gradients between the forward and the step of training: "
+                    "evaluate after step()"
+                )
+            [outputs] = system.handle.evaluate([lambda: self.forward(*inputs, **named)])
+            return outputs
+        if self.forwards == self.backwards:
+            raise RuntimeError(
+                f"forward number {self.forwards + 1} of a step of {self.backwards}: call step() "
+                f"after the backward, or wrap(..., accumulate={self.forwards + 1})"
+            )
+        if not self.forwards:
+            system.finish_copies()
+            system.handle.begin_step(self.steps)
+            system.handle.before_step(self.backwards)
+        self.forwards += 1
+        system.handle.accumulate(is_last=self.forwards == self.backwards)
+        return self.forward(*inputs, **named)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The module's own, in the dtypes of the precision policy."""
+        policy = self.system.precision
+        cast = [policy.cast_inputs(one) if isinstance(one, Tensor) else one for one in inputs]
+        outputs = self.system.module(*cast, **named)
+        return policy.cast_outputs(outputs) if isinstance(outputs, Tensor) else outputs
+
+    def sync_gradients(self) -> None:
+        """Wait until gradients are the mean over all ranks; all ranks call it, as in ``step``."""
+        if self.is_final:
+            return
+        if self.forwards != self.backwards:
+            raise RuntimeError(
+                f"a step has {self.backwards} forward and backward passes, but {self.forwards} "
+                "were made: ranks wait for the others' reductions, so make as many on each, or "
+                "set wrap(..., accumulate=...)"
+            )
+        self.system.handle.finish()
+        if self.factor != 1:
+            self.system.scale_gradients(torch.tensor(self.factor, dtype=torch.float64))
+        self.is_final = True
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale gradients so that their global norm is at most ``limit``; the norm before."""
+        self.sync_gradients()
+        self.norm = self.system.norm()
+        self.system.clip(self.norm, limit)
+        return self.norm
+
+    def step(self) -> None:
+        """Reduce what is left, clip if the optimizer asks for it, update; gradients are cleared."""
+        self.sync_gradients()
+        system = self.system
+        if system.spec.clip_norm is not None and self.norm is None:
+            self.clip(system.spec.clip_norm)
+        set_learning_rate(system.optimizer, system.spec, self.steps)
+        system.set_decay(self.steps)
+        system.update()
+        self.steps = system.steps_done = self.steps + 1
+        system.handle.after_update()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Clear gradients; the next forward begins a step."""
+        self.system.handle.after_step()
+        if self.system.masters:
+            self.system.masters.after_step()
+        self.forwards, self.is_final, self.norm = 0, False, None
+
+    def zero_grad(self) -> None:
+        """Drop gradients that no ``step`` has used; after one there are none."""
+        if self.forwards:
+            self.sync_gradients()
+            self.end_step()
+
+    # --------------------------------------------------------------------------------- the state
+
+    @torch.no_grad()
+    def sync_parameters(self) -> None:
+        """Give every rank the values that the first one of its copies holds; all ranks call it."""
+        system = self.system
+        parameters = system.held_pieces("parameters")
+        whole = all(piece.tensor.shape == piece.global_shape for piece in parameters)
+        # Shards lie on one rank of their axis each; only the axis of copies has them again.
+        axes = sharing(system.mesh.axes) if whole else {"replicate"} & system.mesh.axes.keys()
+        held = [piece.tensor for piece in (*parameters, *system.held_pieces("buffers"))]
+        for axis in axes:
+            broadcast_tensors(held, system.mesh.comm(axis))
+        system.settle("parameters")
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+        """Save into the root ``path``, and wait until it is committed; all ranks call it."""
+        self.system.save(path, extra).wait()
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        """Load the newest checkpoint of ``path``; the ``extra`` that was saved."""
+        extra = self.system.load(path)
+        self.steps = self.system.steps_done
+        return extra

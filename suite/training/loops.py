@@ -1,0 +1,146 @@
+"""``wrap``: a model under a strategy, for a training loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof import registry
+from shardproof.comm import Mesh
+from shardproof.contract import Implementation, OptimizerSpec, Refused
+from shardproof.training import optimizers
+from shardproof.training.builder import capabilities_of, chosen_options, fits, mesh_for, named
+from shardproof.training.model import UserModel
+from shardproof.training.on_rank import Bytes, whole
+from shardproof.training.world import join
+
+
+class Wrapped:
+    """A model under a strategy; :func:`wrap` makes it.
+
+    One step is a forward, a loss, its backward, ``step()`` and ``zero_grad()``, as with a module
+    and an optimizer of torch.  Gradients are means over the ranks, so a loss is a mean over the
+    batch of its rank.
+    """
+
+    def __init__(self, system: Implementation, loop: Any, model: nn.Module) -> None:
+        self._system, self._loop, self.module = system, loop, model
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self._loop(*inputs, **named)
+
+    def sync_gradients(self) -> None:
+        """Wait until gradients are the means over all ranks; ``step`` does it as well."""
+        self._loop.sync_gradients()
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale gradients to a global norm of at most ``limit``; returns the norm before."""
+        return self._loop.clip(limit)
+
+    def step(self) -> None:
+        """Update the parameters and clear the gradients."""
+        self._loop.step()
+
+    def zero_grad(self) -> None:
+        """Drop gradients that no step has used."""
+        self._loop.zero_grad()
+
+    def sync_parameters(self) -> None:
+        """Give all copies of parameters and buffers the values of the first one."""
+        self._loop.sync_parameters()
+
+    def train(self, mode: bool = True) -> Wrapped:
+        """Set the mode of the module, as ``nn.Module.train``."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Wrapped:
+        """Set evaluation mode; call forwards within ``torch.no_grad()``, on all ranks."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers on every rank; all ranks call it."""
+        return whole(self._system, join().comm)
+
+    def save(self, folder: str | Path, **extra: Any) -> None:
+        """Save a checkpoint into ``folder``; ``extra`` is what JSON holds.  All ranks call it."""
+        self._loop.save(Path(folder), extra)
+
+    def load(self, folder: str | Path) -> Mapping[str, Any]:
+        """Load the newest checkpoint in ``folder``; the ``extra`` that was saved."""
+        extra: Mapping[str, Any] = self._loop.load(Path(folder))
+        return extra
+
+    def memory_stats(self) -> dict[str, Bytes]:
+        """Bytes that this rank holds now, by kind of state; on a GPU also the allocator's peak.
+
+        ``Training`` measures the peak of every class on a CPU, too.
+        """
+        current: Bytes = {}
+        kinds: tuple[Any, ...] = ("parameters", "gradients", "optimizer", "buffers")
+        for kind in kinds:
+            pieces = self._system.local_state(kind)
+            held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for p in pieces for t in [p.tensor if p.source is None else p.source]}
+            current[kind] = sum(held.values())
+        stats = {"current": current}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            stats["peak"] = {"allocator": torch.cuda.max_memory_allocated()}
+        return stats
+
+    def close(self) -> None:
+        """Give the module its own forward back."""
+        self._system.drain()
+        self._system.close()
+
+
+def wrap(
+    model: nn.Module,
+    strategy: str,
+    mesh: Mapping[str, int] | Mesh | None = None,
+    *,
+    optimizer: str | type[torch.optim.Optimizer] | OptimizerSpec = "adamw",
+    lr: float | None = None,
+    clip: float | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Wrapped:
+    """Put ``model`` under ``strategy``, in place, for a loop of your own; all ranks call it.
+
+    ``mesh``: axes and ranks, or a mesh of :meth:`World.new_mesh` (default: all ranks along the
+    strategy's axis).  ``arguments`` are those of the optimizer.  ``more``: ``accumulate`` (backward
+    passes of a step), ``precision``, ``recompute``, ``offload``, ``units``, ``roles`` and the
+    strategy's own options, as for ``Training.strategy``.
+
+    :raises ValueError: something does not fit; the message says what to change.
+    """
+    name, world = named(strategy), join()
+    accumulate, mean = more.pop("accumulate", 1), more.pop("mean", True)
+    described = {word: more.pop(word) for word in ("units", "roles") if word in more}
+    policy = [more.pop(word, usual) for word, usual in (("precision", "fp32"), ("recompute", 0), ("offload", "none"))]
+    options = chosen_options(*policy, more)
+    system = registry.load(name)
+    if not hasattr(system, "own_loop_type"):
+        raise ValueError(
+            f"{name} runs whole steps and has no loop of your own: take a strategy of the suite "
+            "(ddp, zero1, zero2, zero3, fsdp), or shardproof.Training"
+        )
+    capabilities = capabilities_of(name, options)
+    if not isinstance(mesh, Mesh):
+        mesh = world.new_mesh(mesh_for(name, capabilities, mesh, world.size))
+    spec = optimizer
+    if not isinstance(spec, OptimizerSpec):
+        spec = optimizers.spec(spec, lr, clip=clip, **(arguments or {}))
+    fits(name, capabilities, spec, options, mesh.axes)
+    built = UserModel(model, None, in_place=True, **described)
+    made = system()
+    try:
+        made.setup(built, built.state, spec, mesh, options)
+        loop = made.own_loop_type(made, accumulate, mean)
+    except Refused as error:
+        raise ValueError(f"{name}: {error}") from error
+    return Wrapped(made, loop, model)
+
