@@ -265,7 +265,9 @@ def capabilities_of(name: str, options: Mapping[str, Any]) -> Capabilities:
     """
     system = registry.load(name)
     if not issubclass(system, Implementation) or registry_untrained(system):
-        raise ValueError(f"{name} trains no model; take a strategy such as {strategies.REPLICATION}")
+        raise ValueError(
+            f"{name} trains no model; take a strategy such as {strategies.REPLICATION}"
+        )
     try:
         return system.capabilities(options)
     except Refused as error:

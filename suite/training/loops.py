@@ -84,7 +84,11 @@ class Wrapped:
         kinds: tuple[Any, ...] = ("parameters", "gradients", "optimizer", "buffers")
         for kind in kinds:
             pieces = self._system.local_state(kind)
-            held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for p in pieces for t in [p.tensor if p.source is None else p.source]}
+            held = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for p in pieces
+                for t in [p.tensor if p.source is None else p.source]
+            }
             current[kind] = sum(held.values())
         stats = {"current": current}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -120,7 +124,10 @@ def wrap(
     name, world = named(strategy), join()
     accumulate, mean = more.pop("accumulate", 1), more.pop("mean", True)
     described = {word: more.pop(word) for word in ("units", "roles") if word in more}
-    policy = [more.pop(word, usual) for word, usual in (("precision", "fp32"), ("recompute", 0), ("offload", "none"))]
+    policy = [
+        more.pop(word, usual)
+        for word, usual in (("precision", "fp32"), ("recompute", 0), ("offload", "none"))
+    ]
     options = chosen_options(*policy, more)
     system = registry.load(name)
     if not hasattr(system, "own_loop_type"):
@@ -143,4 +150,3 @@ def wrap(
     except Refused as error:
         raise ValueError(f"{name}: {error}") from error
     return Wrapped(made, loop, model)
-

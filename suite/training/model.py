@@ -43,13 +43,17 @@ class UserModel:
                 f"the model ({type(model).__name__}) has no parameter that requires a gradient: "
                 "there is nothing to train"
             )
-        if lazy := [n for n, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]:
+        if lazy := [
+            n for n, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)
+        ]:
             raise ValueError(
                 f"parameter {lazy[0]!r} of the model has no shape yet: call the model once, so that "
                 "its lazy layers are made, before you give it"
             )
         self.model, self._loss, self._in_place = model, loss, in_place
-        self._shape = OwnWorkload(lambda: model, _no_loss, _no_batch, units=units, stages=stages, roles=roles)
+        self._shape = OwnWorkload(
+            lambda: model, _no_loss, _no_batch, units=units, stages=stages, roles=roles
+        )
         self._shape.name = f"the model ({type(model).__name__})"
         self.units = self._shape.units(model)
         self.roles = self._shape.roles(model)

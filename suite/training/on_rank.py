@@ -129,9 +129,14 @@ class RankTraining:
         """Build the model and put it under the strategy; rank 0 has the values."""
         plan = self.plan
         state = plan.model.state if self.world.rank == 0 else None
-        if registry.load(plan.implementation).capabilities(plan.options).initial_state == "everywhere":
+        if (
+            registry.load(plan.implementation).capabilities(plan.options).initial_state
+            == "everywhere"
+        ):
             state = plan.model.state
-        self.system.setup(memory.watched(plan.model), state, plan.optimizer, self.mesh, plan.options)
+        self.system.setup(
+            memory.watched(plan.model), state, plan.optimizer, self.mesh, plan.options
+        )
 
     def load(self) -> int:
         """Resume from the newest checkpoint, if there is one; the number of steps that it has."""
@@ -194,7 +199,11 @@ class RankTraining:
 def whole(system: Implementation, comm: Comm) -> dict[str, Tensor]:
     """Whole parameters and buffers on the CPU, from the first copy of each piece; a collective."""
     pieces = [*system.local_state("parameters"), *system.local_state("buffers")]
-    own = [replace(p, tensor=p.tensor.detach().cpu().clone(), source=None) for p in pieces if not p.replica]
+    own = [
+        replace(p, tensor=p.tensor.detach().cpu().clone(), source=None)
+        for p in pieces
+        if not p.replica
+    ]
     state: dict[str, Tensor] = {}
     for piece in itertools.chain.from_iterable(comm.all_gather_object(own)):
         empty = torch.zeros(piece.global_shape, dtype=piece.tensor.dtype)
@@ -228,7 +237,9 @@ def merged(shares: Sequence[tuple[int, Sequence[float | None]]]) -> list[float]:
     for of, losses in shares:
         if of not in of_share or None in of_share[of]:
             of_share[of] = losses
-    return [sum(loss or 0.0 for loss in of_step) for of_step in zip(*of_share.values(), strict=True)]
+    return [
+        sum(loss or 0.0 for loss in of_step) for of_step in zip(*of_share.values(), strict=True)
+    ]
 
 
 class Memory:
@@ -236,7 +247,9 @@ class Memory:
 
     def __init__(self, model: UserModel, wanted: bool) -> None:
         self._log = program_order.RankLog() if wanted else None
-        self._ledger = MemoryLedger(lambda: self._log.phase if self._log else "") if wanted else None
+        self._ledger = (
+            MemoryLedger(lambda: self._log.phase if self._log else "") if wanted else None
+        )
         self._built: list[torch.nn.Module] = []
         self._open = False
         self.stats: dict[str, Bytes] = {}
@@ -328,4 +341,3 @@ class _Watched:
         installed.watch(module)
         self._made.append(module)
         return module
-

@@ -56,7 +56,9 @@ def spec(
     """
     kind = _kind(optimizer)
     defaults = {
-        name: one.default for name, one in inspect.signature(kind).parameters.items() if name != "self"
+        name: one.default
+        for name, one in inspect.signature(kind).parameters.items()
+        if name != "self"
     }
     if unknown := [name for name in arguments if name not in defaults]:
         takes = [name for name in defaults if name not in ("params", "foreach")]

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardproof.backends import Backend, Joining, joined
 from shardproof.axes import replicas
+from shardproof.backends import Backend, Joining, joined
 from shardproof.comm import Mesh
 from shardproof.errors import LaunchError, Problem
 from shardproof.launch import process_control
@@ -53,7 +53,9 @@ def run(backend: Backend, world: int, program: Program, timeout: float) -> list[
         return in_threads(backend, world, program, timeout)
     if backend.device != "cpu" and torch.cuda.is_initialized():
         remedy = f"use torchrun: torchrun --nproc-per-node {world} {sys.argv[0] or 'train.py'}"
-        raise LaunchError(Problem("this process uses the GPU already, so it cannot fork ranks", remedy))
+        raise LaunchError(
+            Problem("this process uses the GPU already, so it cannot fork ranks", remedy)
+        )
     return in_processes(backend, world, program, timeout)
 
 
@@ -76,7 +78,9 @@ def in_threads(backend: Backend, world: int, program: Program, timeout: float) -
             outcomes.append(of_exception(rank, error, time.monotonic() - began))
             hub.fail(rank, error)
 
-    threads = [threading.Thread(target=live, args=(r,), name=f"rank{r}", daemon=True) for r in range(world)]
+    threads = [
+        threading.Thread(target=live, args=(r,), name=f"rank{r}", daemon=True) for r in range(world)
+    ]
     with _single_threaded():
         torch.ones((), requires_grad=True).exp()  # or ranks would race for autograd's engine
         for thread in threads:
@@ -178,7 +182,9 @@ def _note_end(folder: Path, rank: int, code: int, ended: float) -> None:
 
 
 def _results(folder: Path, world: int) -> list[Any]:
-    outcomes = [RankOutcome.stored(file) for r in range(world) if (file := folder / f"{r}.end").exists()]
+    outcomes = [
+        RankOutcome.stored(file) for r in range(world) if (file := folder / f"{r}.end").exists()
+    ]
     cause = root_cause(mark_consequences(outcomes))
     if cause is None:
         files = [folder / f"{rank}.result" for rank in range(world)]

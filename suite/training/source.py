@@ -20,8 +20,14 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
-from torch.utils.data import default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from shardproof.contract import Batch, MicroBatch
 
@@ -53,7 +59,9 @@ class Source:
         self._shuffle = bool(shuffle)
         if self._indexed:
             if not self._size or self._size < 1:
-                raise ValueError("a Dataset needs batch=: how many samples a step takes, over all ranks")
+                raise ValueError(
+                    "a Dataset needs batch=: how many samples a step takes, over all ranks"
+                )
             if len(self._data) < 1:
                 raise ValueError("the data set is empty")
             self._size = min(self._size, len(self._data))
@@ -64,7 +72,9 @@ class Source:
             return len(self._data) / -(-len(self._data) // self._size)
         if isinstance(self._data, Sequence):
             return sum(len(_pair(batch)[0]) for batch in self._data) / len(self._data)
-        return float(len(next(self._whole(step))[0])) if not hasattr(self._data, "__next__") else 0.0
+        return (
+            float(len(next(self._whole(step))[0])) if not hasattr(self._data, "__next__") else 0.0
+        )
 
     def _of_loader(self, loader: DataLoader[Any], shuffle: bool | None) -> bool:
         """Take a loader apart, so that each rank reads only its share."""
@@ -174,7 +184,9 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
             if inputs.dim() and targets.dim() and len(inputs) == len(targets):
                 return inputs, targets
             sizes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
-            raise ValueError(f"a batch has inputs and targets of shapes {sizes}: give as many of both")
+            raise ValueError(
+                f"a batch has inputs and targets of shapes {sizes}: give as many of both"
+            )
     kinds = type(batch).__name__
     if isinstance(batch, tuple | list):
         kinds = f"({', '.join(type(part).__name__ for part in batch)})"
@@ -183,4 +195,3 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
         "first dimension: give a collate_fn that makes them, or keep your own loop with "
         "shardproof.wrap"
     )
-

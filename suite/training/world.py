@@ -1,10 +1,10 @@
 """The ranks of this job: ``join`` finds them, whoever started them, and makes a :class:`World`.
 
-    a group exists already        the user's own ``init_process_group``, a rank of ``Training``
-    RANK and WORLD_SIZE           torchrun, and ranks that ``Training`` starts as processes
-    variables of Open MPI, MPICH  an ``mpirun``, over the backend of MPI
-    variables of Slurm            ``srun``; MASTER_ADDR names the first node
-    none of these                 a world of one rank
+a group exists already        the user's own ``init_process_group``, a rank of ``Training``
+RANK and WORLD_SIZE           torchrun, and ranks that ``Training`` starts as processes
+variables of Open MPI, MPICH  an ``mpirun``, over the backend of MPI
+variables of Slurm            ``srun``; MASTER_ADDR names the first node
+none of these                 a world of one rank
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class World:
         return self.comm.group
 
     def new_group(self, ranks: Sequence[int]) -> Subgroup:
-        """The communicator of some ranks; all ranks call it, and ask ``contains`` before they use it."""
+        """The communicator of some ranks; all ranks call it, ``contains`` says who may use it."""
         return self.mesh.subgroup(sorted(ranks))
 
     def contains(self, rank: int) -> bool:
@@ -101,7 +101,9 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None
+    ) -> None:
         self.leave()
 
 
@@ -136,7 +138,11 @@ def is_launched(environment: Mapping[str, str]) -> bool:
     """Whether a launcher has made this process a rank of its job."""
     names = (_TORCHRUN, *_MPI)
     slurm = "SLURM_STEP_ID" in environment and _SLURM[0] in environment
-    return dist.is_initialized() or slurm or any(a in environment and b in environment for a, b in names)
+    return (
+        dist.is_initialized()
+        or slurm
+        or any(a in environment and b in environment for a, b in names)
+    )
 
 
 def backend_named(name: str, world: int) -> Backend:
@@ -175,7 +181,11 @@ def require_mesh(axes: Mapping[str, int], world: int) -> None:
 
 
 def _is_process() -> bool:
-    return not any(b.threads and b.name == dist.get_backend() for b in BACKENDS.own.values()) if dist.is_initialized() else True
+    return (
+        not any(b.threads and b.name == dist.get_backend() for b in BACKENDS.own.values())
+        if dist.is_initialized()
+        else True
+    )
 
 
 def _initialize(backend: str, timeout: float) -> None:
@@ -196,7 +206,9 @@ def _initialize(backend: str, timeout: float) -> None:
     if found.threads:
         if world > 1:
             remedy = f"leave the backend out, or take {USUAL_PROCESSES}"
-            raise LaunchError(Problem("its ranks are threads, but this rank is a process", remedy, chosen))
+            raise LaunchError(
+                Problem("its ranks are threads, but this rank is a process", remedy, chosen)
+            )
         joined.join(found, Joining(rank, world, store, timeout, False, found.hub(world, timeout)))
         return
     address = environment.get("MASTER_ADDR", "")
@@ -209,7 +221,9 @@ def _fastest(local: int) -> str:
     """The backend of GPUs if each of ``local`` ranks has one, else that of processes."""
     own = BACKENDS.own.values()
     if torch.cuda.is_available():
-        gpus = [b for b in own if b.device != "cpu" and not b.shares_devices and not b.available(local)]
+        gpus = [
+            b for b in own if b.device != "cpu" and not b.shares_devices and not b.available(local)
+        ]
         if gpus:
             return gpus[0].name
     return USUAL_PROCESSES
@@ -227,7 +241,9 @@ def _meeting(timeout: float) -> tuple[int, int, dist.Store]:
         return 0, 1, dist.HashStore()
     if own >= world:
         remedy = f"{size} counts the ranks of all nodes, and {rank} goes over all of them"
-        raise LaunchError(Problem(f"{rank}={own} with {size}={world}: ranks are 0 to {world - 1}", remedy))
+        raise LaunchError(
+            Problem(f"{rank}={own} with {size}={world}: ranks are 0 to {world - 1}", remedy)
+        )
     if world == 1 and "MASTER_ADDR" not in environment:
         return 0, 1, dist.HashStore()
     environment.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -269,7 +285,9 @@ def _join_mpi(backend: Backend, timeout: float) -> None:
 def _interface_to(address: str) -> str | None:
     """The network interface that leads to ``address``; gloo would take that of the host's name."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # sends nothing: only chooses the route
             own = probe.getsockname()[0]

@@ -59,4 +59,6 @@ def trained(
 def assert_equal(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert state.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(state[name], value, msg=lambda text, n=name: f"{n}: {text}", **CLOSE)
+        torch.testing.assert_close(
+            state[name], value, msg=lambda text, n=name: f"{n}: {text}", **CLOSE
+        )

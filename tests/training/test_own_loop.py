@@ -31,7 +31,9 @@ def share(step: int, world: World, cuts: int = 1, cut: int = 0) -> tuple[torch.T
     )
 
 
-def own_loop(world: World, strategy: str, accumulate: int = 1, **how: Any) -> dict[str, torch.Tensor]:
+def own_loop(
+    world: World, strategy: str, accumulate: int = 1, **how: Any
+) -> dict[str, torch.Tensor]:
     wrapped = shardproof.wrap(model(), strategy, accumulate=accumulate, **LR, **how)
     for step in range(STEPS):
         for cut in range(accumulate):
@@ -45,7 +47,9 @@ def own_loop(world: World, strategy: str, accumulate: int = 1, **how: Any) -> di
 
 @pytest.mark.parametrize("strategy", ["ddp", "naive_ddp", "zero1", "zero2", "zero3", "fsdp"])
 @pytest.mark.parametrize(("ranks", "accumulate", "clip"), [(1, 1, None), (2, 2, 0.5), (4, 1, 0.5)])
-def test_it_equals_a_plain_loop(strategy: str, ranks: int, accumulate: int, clip: float | None) -> None:
+def test_it_equals_a_plain_loop(
+    strategy: str, ranks: int, accumulate: int, clip: float | None
+) -> None:
     expected, _ = trained(STEPS, clip=clip, **LR)
     for state in on(ranks, lambda world: own_loop(world, strategy, accumulate, clip=clip)):
         assert_equal(state, expected)
@@ -229,7 +233,9 @@ def test_the_mlp_of_the_tutorials_is_split_by_its_layers() -> None:
 
     for ranks in (1, 2, 4):
         on(ranks, program)
-    with pytest.raises(ValueError, match="ColumnParallelLinear.*8 output features.*valid: 1, 2, 4, 8"):
+    with pytest.raises(
+        ValueError, match=r"ColumnParallelLinear.*8 output features.*valid: 1, 2, 4, 8"
+    ):
         on(3, program)
 
 
@@ -251,7 +257,10 @@ def test_split_layers_train_under_data_parallelism() -> None:
         wrapped = shardproof.wrap(Split(mesh.comm("tensor")), "ddp", mesh, **LR)
         losses = []
         for step in range(STEPS):
-            inputs, targets = (part.chunk(mesh.size("replicate"))[mesh.coordinate["replicate"]] for part in batches(STEPS)[step])
+            inputs, targets = (
+                part.chunk(mesh.size("replicate"))[mesh.coordinate["replicate"]]
+                for part in batches(STEPS)[step]
+            )
             loss = LOSS(wrapped(inputs), targets)
             loss.backward()
             wrapped.step()
@@ -266,7 +275,9 @@ def test_split_layers_train_under_data_parallelism() -> None:
 
 
 def test_errors_teach() -> None:
-    def raised(match: str, program: Callable[[World], Any], kind: type[Exception] = ValueError) -> None:
+    def raised(
+        match: str, program: Callable[[World], Any], kind: type[Exception] = ValueError
+    ) -> None:
         with pytest.raises(kind, match=match):
             on(2, program)
 

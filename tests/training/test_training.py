@@ -81,7 +81,9 @@ class Centred(torch.optim.SGD):
 
 def test_an_optimizer_that_is_not_element_wise_is_refused_on_shards_only() -> None:
     built = training().optimizer(Centred, lr=0.1)
-    with pytest.raises(ValueError, match="Centred is not element-wise.*keeps the optimizer's state"):
+    with pytest.raises(
+        ValueError, match=r"Centred is not element-wise.*keeps the optimizer's state"
+    ):
         built.strategy("zero1").run(STEPS, ranks=2)
     expected, _ = trained(STEPS, Centred, lr=0.1)
     assert_equal(dict(built.strategy("ddp").run(STEPS, ranks=2).state), expected)
@@ -173,9 +175,9 @@ def test_errors_teach() -> None:
     wrong("unknown precision 'bf61'; did you mean bf16", precision="bf61", name="zero1")
     wrong("runs on up to 1 ranks", name="plain", ranks=2)
     wrong("trains no model", name="sampler")
-    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+    with pytest.raises(ValueError, match=r"no parameter that requires a gradient"):
         Training(torch.nn.Identity(), LOSS, loader())
-    with pytest.raises(ValueError, match="is no nn.Module"):
+    with pytest.raises(ValueError, match=r"is no nn\.Module"):
         Training(torch.nn.Linear, LOSS, loader())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a Dataset needs batch="):
         Training(model(), LOSS, samples())

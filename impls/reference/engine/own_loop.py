@@ -68,12 +68,16 @@ class OwnLoop:
                 f"after the backward, or wrap(..., accumulate={self.forwards + 1})"
             )
         if not self.forwards:
-            system.finish_copies()
-            system.handle.begin_step(self.steps)
-            system.handle.before_step(self.backwards)
+            self.begin_step()
         self.forwards += 1
         system.handle.accumulate(is_last=self.forwards == self.backwards)
         return self.forward(*inputs, **named)
+
+    def begin_step(self) -> None:
+        """Before the first forward of a step."""
+        self.system.finish_copies()
+        self.system.handle.begin_step(self.steps)
+        self.system.handle.before_step(self.backwards)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own, in the dtypes of the precision policy."""
@@ -92,6 +96,8 @@ class OwnLoop:
                 "were made: ranks wait for the others' reductions, so make as many on each, or "
                 "set wrap(..., accumulate=...)"
             )
+        if not self.backwards:  # a rank without data takes part as well
+            self.begin_step()
         self.system.handle.finish()
         if self.factor != 1:
             self.system.scale_gradients(torch.tensor(self.factor, dtype=torch.float64))
@@ -106,6 +112,11 @@ class OwnLoop:
 
     def step(self) -> None:
         """Reduce what is left, clip if the optimizer asks for it, update; gradients are cleared."""
+        self.update()
+        self.end_step()
+
+    def update(self) -> None:
+        """All of a step but that gradients are cleared."""
         self.sync_gradients()
         system = self.system
         if system.spec.clip_norm is not None and self.norm is None:
@@ -115,7 +126,6 @@ class OwnLoop:
         system.update()
         self.steps = system.steps_done = self.steps + 1
         system.handle.after_update()
-        self.end_step()
 
     def end_step(self) -> None:
         """Clear gradients; the next forward begins a step."""

@@ -23,7 +23,9 @@ from shardproof.impls.reference.tensor.layers import (
     Vocabulary,
 )
 
-#: Without one of each there is nothing to split; the names are for a refusal.
+#: Layers whose output is split, and what must come behind them.
+SPLIT_OUTPUTS: tuple[Role, ...] = ("column", "heads")
+#: A Transformer has one of each; the names are for a refusal.
 NEEDED: Mapping[Role, str] = {
     "embedding": "embed.token",
     "column": "blocks.*.up",
@@ -46,11 +48,17 @@ def split_layers(
     # Conjugate pairs: each undoes in backward what the other does in forward.
     enter = operators.g if sequence_parallel else operators.f
     leave = operators.g_bar if sequence_parallel else operators.f_bar
-    lacking = [repr(name) for role, name in NEEDED.items() if role not in roles.values()]
-    if lacking:
+    given = {*roles.values()}
+    lacking = [repr(name) for role, name in NEEDED.items() if role not in given]
+    if lacking and not given.intersection(SPLIT_OUTPUTS):
         raise Refused(
             f"strategy 'tensor' splits a Transformer's embedding, blocks and head; this model "
             f"has no {', '.join(lacking)}: run it with mesh axis 'tensor' = 1"
+        )
+    if given.intersection(SPLIT_OUTPUTS) and "row" not in given:
+        raise Refused(
+            "strategy 'tensor': roles name layers that are split by columns, but none by rows "
+            "behind them, which puts their outputs together: give one the role 'row'"
         )
     layers: list[SplitLayer] = []
     for name, part in module.named_modules():
