@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardproof import axes, registry, strategies
 from shardproof.backends import BACKENDS, USUAL_PROCESSES
-from shardproof.contract import Capabilities, Implementation, OptimizerSpec, Refused, Role
+from shardproof.contract import Capabilities, OptimizerSpec, Refused, Role, Untrained
 from shardproof.errors import nearest
 from shardproof.training import on_rank, optimizers, places
 from shardproof.training.model import Loss, UserModel
@@ -37,7 +37,7 @@ _OWN = "reference"
 
 @dataclass(frozen=True)
 class Result:
-    """What a training gives back, the same on every rank.
+    """The results of a training, the same on every rank.
 
     ``losses`` and ``norms`` (before clipping) are those of the global batch, from step ``first``
     on; ``throughput`` counts samples a second over all ranks, without the steps whose memory was
@@ -259,12 +259,12 @@ def chosen_options(
 
 
 def capabilities_of(name: str, options: Mapping[str, Any]) -> Capabilities:
-    """What the implementation ``name`` declares with ``options``.
+    """The declaration of the implementation ``name`` with ``options``.
 
     :raises ValueError: it trains no model, or does not take an option.
     """
     system = registry.load(name)
-    if not issubclass(system, Implementation) or registry_untrained(system):
+    if issubclass(system, Untrained):
         raise ValueError(
             f"{name} trains no model; take a strategy such as {strategies.REPLICATION}"
         )
@@ -272,13 +272,6 @@ def capabilities_of(name: str, options: Mapping[str, Any]) -> Capabilities:
         return system.capabilities(options)
     except Refused as error:
         raise ValueError(f"{name}: {error}") from error
-
-
-def registry_untrained(system: type[Implementation]) -> bool:
-    """Whether ``system`` trains no model."""
-    from shardproof.contract import Untrained
-
-    return issubclass(system, Untrained)
 
 
 def mesh_for(
@@ -310,7 +303,7 @@ def fits(
     options: Mapping[str, Any],
     mesh: Mapping[str, int],
 ) -> None:
-    """Whether the optimizer can update what ranks hold.
+    """Raise unless the optimizer can update what ranks hold.
 
     :raises ValueError: it cannot.
     """
@@ -323,9 +316,3 @@ def fits(
         optimizers.require_element_wise(optimizer)
     if optimizer.clip_norm is not None and "clipping" in capabilities.declines:
         raise ValueError(f"{name} does not clip: {capabilities.declines['clipping']}")
-
-
-def in_steps(training: Training, world: World, **how: Any) -> RankTraining:
-    """What ``training`` is on the calling rank of ``world``, for a caller that drives it itself."""
-    plan = training.plan(world.size, capabilities_of(training._strategy, training._options), **how)
-    return RankTraining(replace(plan, progress=0), world)

@@ -47,8 +47,8 @@ class UserModel:
             n for n, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)
         ]:
             raise ValueError(
-                f"parameter {lazy[0]!r} of the model has no shape yet: call the model once, so that "
-                "its lazy layers are made, before you give it"
+                f"parameter {lazy[0]!r} of the model has no shape yet: call the model once, so "
+                "that its lazy layers are made, before you give it"
             )
         self.model, self._loss, self._in_place = model, loss, in_place
         self._shape = OwnWorkload(
@@ -75,8 +75,8 @@ class UserModel:
         chain = type(module) is nn.Sequential
         if self._shape._stages is None and not chain:
             raise WorkloadError(
-                f"a {type(module).__name__} cannot be cut into stages: make it an nn.Sequential, or "
-                "give stages=, a function (model, start, stop) -> the part with these units"
+                f"a {type(module).__name__} cannot be cut into stages: make it an nn.Sequential, "
+                "or give stages=, a function (model, start, stop) -> the part with these units"
             )
         return self._shape.stage(module, start, stop)
 

@@ -1,4 +1,4 @@
-"""What one rank of a training does: set-up, steps, progress, checkpoints, and what it gives back."""
+"""The training of one rank: set-up, steps, progress, checkpoints, and the results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Plan:
 
 @dataclass
 class Share:
-    """What one rank gives back.  ``of``: the share of the data that it trained on; ``losses`` are
+    """The results of one rank.  ``of``: the share of the data that it trained on; ``losses`` are
     those of this share, ``state`` whole parameters and buffers on rank 0.
     """
 
@@ -299,7 +299,7 @@ class Memory:
         return self._log.step(number)
 
     def observer(self, system: Implementation, step: int) -> Callable[[Point], None]:
-        """What looks at the tensors of ``system`` at the points of a step."""
+        """An observer of the tensors of ``system`` at the points of a step."""
         if not self._open:
             return _nothing
 

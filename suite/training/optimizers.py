@@ -107,13 +107,13 @@ def _kind(optimizer: str | type[torch.optim.Optimizer]) -> type[torch.optim.Opti
         remedy = nearest(optimizer, known, "valid")
         raise ValueError(f"unknown optimizer {optimizer!r}; {remedy}, or give a class")
     raise ValueError(
-        f"optimizer {optimizer!r:.60} is neither a name nor a class: the strategy makes it, because "
-        "it updates the strategy's tensors; write optimizer(torch.optim.AdamW, lr=...)"
+        f"optimizer {optimizer!r:.60} is neither a name nor a class: the strategy makes it, "
+        "because it updates the strategy's tensors; write optimizer(torch.optim.AdamW, lr=...)"
     )
 
 
 def require_element_wise(given: OptimizerSpec) -> None:
-    """Raise where the optimizer does not give flat parts of a matrix what it gives the whole.
+    """Raise where the optimizer does not give flat parts of a matrix the same updates as the whole.
 
     :raises ValueError: it looks at more than an element, or wants a closure.
     """

@@ -53,8 +53,8 @@ class Source:
             self._indexed = True
         elif not (callable(data) or hasattr(data, "__iter__")):
             raise ValueError(
-                f"data {data!r:.60} is no data: give a DataLoader, a Dataset with batch=, a list of "
-                "(inputs, targets), or a function step -> (inputs, targets)"
+                f"data {data!r:.60} is no data: give a DataLoader, a Dataset with batch=, a list "
+                "of (inputs, targets), or a function step -> (inputs, targets)"
             )
         self._shuffle = bool(shuffle)
         if self._indexed:

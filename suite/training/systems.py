@@ -1,4 +1,4 @@
-"""What ``Training`` and ``wrap`` build, as implementations that every check can judge.
+"""Systems that ``Training`` and ``wrap`` build, as implementations that every check can judge.
 
     shardproof.training.systems:built_zero2     set up by Training, steps of the strategy
     shardproof.training.systems:looped_zero2    under wrap, in a loop of one's own

@@ -1,4 +1,4 @@
-"""What ``training`` adds to the suite: two names for Python, and no command."""
+"""The wing ``training``: names for Python (``Training``, ``wrap``, ``join``), and no command."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class _Split(nn.Module):
 
     def extra_repr(self) -> str:
         """As ``nn.Linear`` shows itself."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, ranks={self.group.size}"
+        features = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{features}, ranks={self.group.size}"
 
 
 class ColumnParallelLinear(_Split):
@@ -99,8 +100,8 @@ class RowParallelLinear(_Split):
             inputs = f(inputs, self.group).narrow(-1, self.start, self.own)
         if inputs.shape[-1] != self.own:
             raise ValueError(
-                f"RowParallelLinear({self.in_features}, {self.out_features}) over {self.group.size} "
-                f"ranks takes {self.own} features a rank, not {inputs.shape[-1]}: put it behind a "
+                f"RowParallelLinear({self.in_features}, {self.out_features}) over "
+                f"{self.group.size} ranks takes {self.own} features a rank, not {inputs.shape[-1]}: put it behind a "
                 "ColumnParallelLinear without gather_output, or set input_is_split=False"
             )
         whole = f_bar(F.linear(inputs, self.weight), self.group)
