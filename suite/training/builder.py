@@ -37,7 +37,7 @@ _OWN = "reference"
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a training, the same on every rank.
+    """The results of a training, the same on every rank but for ``rank``.
 
     ``losses`` and ``norms`` (before clipping) are those of the global batch, from step ``first``
     on; ``throughput`` counts samples a second over all ranks, without the steps whose memory was
@@ -50,6 +50,7 @@ class Result:
     norms: list[float]
     first: int
     world: int
+    rank: int
     throughput: float | None
     memory: list[dict[str, Bytes]]
     checkpoint: Path | None
@@ -186,10 +187,8 @@ class Training:
             backend = self._backend or os.environ.get("SHARDPROOF_BACKEND", USUAL_PROCESSES)
             chosen = backend_named(backend, size)
             program = partial(_train, plan, steps)
-            shares = places.run(chosen, size, program, self._timeout)
-        else:
-            shares = world.comm.all_gather_object(_train(plan, steps, world))
-        return self._result(plan, shares)
+            return self._result(places.run(chosen, size, program, self._timeout), 0)
+        return self._result(world.comm.all_gather_object(_train(plan, steps, world)), world.rank)
 
     def plan(self, size: int, capabilities: Capabilities, **how: Any) -> Plan:
         """All that ``size`` ranks must know.
@@ -204,7 +203,7 @@ class Training:
         where = self._strategy, mesh, self._options, self._accumulate, self._checkpoint
         return Plan(self._model, self._source, self._optimizer, *where, measure, progress)
 
-    def _result(self, plan: Plan, shares: Sequence[Share]) -> Result:
+    def _result(self, shares: Sequence[Share], rank: int) -> Result:
         first = shares[0]
         losses = on_rank.merged([(share.of, share.losses) for share in shares])
         model = self._model.model
@@ -216,7 +215,16 @@ class Training:
         if seconds and first.timed:
             rate = first.timed * self._source.samples(first.first) / seconds
         memory = [share.memory for share in shares]
-        numbers = losses, first.norms, first.first, len(shares), rate, memory, first.checkpoint
+        numbers = (
+            losses,
+            first.norms,
+            first.first,
+            len(shares),
+            rank,
+            rate,
+            memory,
+            first.checkpoint,
+        )
         return Result(model, *numbers, first.state)
 
 

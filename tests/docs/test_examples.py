@@ -1,4 +1,4 @@
-"""Every file of examples/ runs as its docstring says, and prints the verdicts that it should."""
+"""Every file of examples/ runs as its docstring says, and prints what it should."""
 
 from __future__ import annotations
 
@@ -45,6 +45,27 @@ EXPECTED = {
             for system in ("pytorch/ddp", "reference/zero1")
             for ranks in (2, 3)
         ],
+    ),
+    "python examples/train_model.py": (
+        0,
+        [
+            r"zero3 on 4 ranks: loss 1\.\d+ -> 0\.",
+            r"zero1 on 2 ranks: steps 40 to 60",
+            r"rank 3 of",
+        ],
+    ),
+    "torchrun --nproc-per-node 2 examples/train_model.py": (
+        0,
+        [r"zero3 on 2 ranks: loss 1\.\d+ -> 0\.", r"zero1 on 2 ranks: steps 40 to 60"],
+    ),
+    "torchrun --nproc-per-node 2 examples/train_own_loop.py": (
+        0,
+        [r"step 59: loss 0", r"of 2 holds"],
+    ),
+    "python examples/train_own_loop.py": (0, [r"step 59: loss 0", r"rank 0 of 1 holds"]),
+    "torchrun --nproc-per-node 4 examples/train_split_layers.py": (
+        0,
+        [r"step 59: loss 0", r"holds 32 of 64 rows"],
     ),
     "shardproof watch examples/ddp_script.py --nproc 2": (0, [r"compared and equal"]),
     "shardproof watch examples/ddp_script.py --nproc 2 -- --broken": (1, [r"fail: .*lr"]),
