@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from shardproof import registry
-from shardproof.backends import BACKENDS
 from shardproof.case import data_shares
 from shardproof.comm import Comm
 from shardproof.contract import KINDS, Implementation, Kind, OptimizerSpec, Point, StepResult
@@ -25,7 +24,7 @@ from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.ledgers.memory.summary import summary
 from shardproof.training.model import UserModel
 from shardproof.training.source import Source
-from shardproof.training.world import World, require_mesh
+from shardproof.training.world import World, is_process, require_mesh
 
 #: Steps under the memory ledger: from the second one on the optimizer's state is there.
 MEASURED_STEPS = 2
@@ -261,7 +260,7 @@ class Memory:
 
     def __enter__(self) -> Memory:
         if self._ledger is not None:
-            self._is_process = not any(b.threads for b in _here())
+            self._is_process = is_process()
             program_order.install(self._log, process=self._is_process)
             self._ledger.__enter__()
             self._open = True
@@ -317,13 +316,6 @@ class Memory:
 
 def _nothing(point: Point) -> None:
     pass
-
-
-def _here() -> Iterator[Any]:
-    """The backend of the calling rank, if it is one of the suite's own."""
-    import torch.distributed as dist
-
-    return iter(b for b in BACKENDS.own.values() if b.name == dist.get_backend())
 
 
 class _Watched:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from shardproof.axes import joint_groups, replicas
 from shardproof.backends import BACKENDS, USUAL_PROCESSES, Backend, Joining, gloo, joined
-from shardproof.comm import Comm, Mesh, Subgroup
+from shardproof.comm import THREADED, Comm, Mesh, Subgroup
 from shardproof.errors import LaunchError, Problem, nearest
 from shardproof.ledgers.program_order import PerRank
 
@@ -94,7 +94,7 @@ class World:
     def leave(self) -> None:
         """Destroy the groups, if :func:`join` made them."""
         if _WORLD.get() is self:
-            _WORLD.set(None, process=_is_process())
+            _WORLD.set(None, process=is_process())
             if self.owns_group:
                 joined.leave()
 
@@ -130,7 +130,7 @@ def join(backend: str = "", timeout: float = TIMEOUT_SECONDS) -> World:
 def settle(mesh: Mesh, owns_group: bool) -> World:
     """The world over ``mesh``, from now on that of the calling rank."""
     world = World(mesh, owns_group)
-    _WORLD.set(world, process=_is_process())
+    _WORLD.set(world, process=is_process())
     return world
 
 
@@ -180,12 +180,9 @@ def require_mesh(axes: Mapping[str, int], world: int) -> None:
         raise ValueError(f"mesh {shape} has {asked} ranks, but this job has {world}: {remedy}")
 
 
-def _is_process() -> bool:
-    return (
-        not any(b.threads and b.name == dist.get_backend() for b in BACKENDS.own.values())
-        if dist.is_initialized()
-        else True
-    )
+def is_process() -> bool:
+    """Whether the calling rank is a process; else it is a thread."""
+    return not dist.is_initialized() or dist.get_backend() != THREADED
 
 
 def _initialize(backend: str, timeout: float) -> None:

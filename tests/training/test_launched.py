@@ -20,8 +20,8 @@ from plain_loop import LOSS, assert_equal, loader, model, trained
 from shardproof import Training, join
 
 {before}
-built = Training(model(), LOSS, loader()).optimizer("adamw", lr=1e-2, clip=0.5).strategy({strategy!r})
-result = built.run(4)
+built = Training(model(), LOSS, loader()).optimizer("adamw", lr=1e-2, clip=0.5)
+result = built.strategy({strategy!r}).run(4)
 expected, losses = trained(4, lr=1e-2, clip=0.5)
 assert_equal(dict(result.model.state_dict()), expected)
 assert all(abs(a - b) < 1e-9 for a, b in zip(result.losses, losses, strict=True))

@@ -101,8 +101,9 @@ class RowParallelLinear(_Split):
         if inputs.shape[-1] != self.own:
             raise ValueError(
                 f"RowParallelLinear({self.in_features}, {self.out_features}) over "
-                f"{self.group.size} ranks takes {self.own} features a rank, not {inputs.shape[-1]}: put it behind a "
-                "ColumnParallelLinear without gather_output, or set input_is_split=False"
+                f"{self.group.size} ranks takes {self.own} features a rank, not "
+                f"{inputs.shape[-1]}: put it behind a ColumnParallelLinear without "
+                "gather_output, or set input_is_split=False"
             )
         whole = f_bar(F.linear(inputs, self.weight), self.group)
         return whole if self.bias is None else whole + self.bias
