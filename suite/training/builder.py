@@ -160,8 +160,8 @@ class Training:
 
         ``format``: ``full``, ``sharded`` or ``asynchronous``.  ``keep``: how many stay.
         """
-        self._checkpoint = Checkpointing(Path(folder), every, resume)
-        self._options = {**self._options, "checkpoint": {"format": format, "keep": keep}}
+        option = {"format": format, "keep": keep}
+        self._checkpoint = Checkpointing(Path(folder), every, resume, option)
         return self
 
     def run(
@@ -197,10 +197,12 @@ class Training:
         """
         mesh = mesh_for(self._strategy, capabilities, self._mesh, size)
         fits(self._strategy, capabilities, self._optimizer, self._options, mesh)
-        if self._checkpoint and not capabilities.checkpoints:
-            raise ValueError(f"{self._strategy} saves no checkpoints: leave checkpoint() out")
+        options, saves = dict(self._options), self._checkpoint
+        if saves is not None:
+            require_format(self._strategy, capabilities, saves.option["format"])
+            options["checkpoint"] = dict(saves.option)
         measure, progress = how.get("memory", False), how.get("progress", 0)
-        where = self._strategy, mesh, self._options, self._accumulate, self._checkpoint
+        where = self._strategy, mesh, options, self._accumulate, saves
         return Plan(self._model, self._source, self._optimizer, *where, measure, progress)
 
     def _result(self, shares: Sequence[Share], rank: int) -> Result:
@@ -302,6 +304,18 @@ def mesh_for(
         raise ValueError(f"{name} runs on up to {capabilities.max_world} ranks, not on {size}")
     # In the one order that all of the suite expects, whatever the order in which it was written.
     return {axis: mesh[axis] for axis in axes.names() if axis in mesh}
+
+
+def require_format(name: str, capabilities: Capabilities, given: str) -> None:
+    """Raise unless the implementation saves checkpoints in the format ``given``.
+
+    :raises ValueError: it does not.
+    """
+    if not capabilities.checkpoints:
+        raise ValueError(f"{name} saves no checkpoints: leave checkpoint() out")
+    if given not in capabilities.checkpoints:
+        remedy = nearest(given, capabilities.checkpoints, "valid")
+        raise ValueError(f"{name} saves no checkpoints of format {given!r}; {remedy}")
 
 
 def fits(

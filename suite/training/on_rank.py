@@ -34,11 +34,15 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """``folder`` of the checkpoints of one run; one ``every`` so many steps, and one at the end."""
+    """``folder`` of the checkpoints of one run; one ``every`` so many steps, and one at the end.
+
+    ``option``: the implementation's option ``checkpoint``.
+    """
 
     folder: Path
     every: int = 0
     resume: bool = True
+    option: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

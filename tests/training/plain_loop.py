@@ -14,10 +14,15 @@ LOSS = nn.functional.cross_entropy
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
-def model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = (nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 9), nn.LayerNorm(9), nn.GELU())
-    return nn.Sequential(*layers, nn.Linear(9, 3)).to(dtype)
+torch.manual_seed(0)
+_MODEL = nn.Sequential(
+    *(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 9), nn.LayerNorm(9), nn.GELU(), nn.Linear(9, 3))
+).double()
+
+
+def model() -> nn.Sequential:
+    """The same values on all ranks: those that are threads share torch's generator."""
+    return copy.deepcopy(_MODEL)
 
 
 def samples(count: int = 40) -> TensorDataset:
@@ -42,7 +47,7 @@ def trained(
     **arguments: object,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Parameters after ``steps`` steps, and the losses."""
-    own = copy.deepcopy(model())
+    own = model()
     optimizer = kind(own.parameters(), **arguments)  # type: ignore[call-arg]
     losses = []
     for inputs, targets in batches(steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,23 +197,13 @@ def test_a_world_has_groups() -> None:
 def test_the_mlp_of_the_tutorials_is_split_by_its_layers() -> None:
     """Column, GELU, Row: values and gradients are those of two whole layers."""
 
-    def whole() -> nn.Sequential:
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 5)).double()
+    layers = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 5)).double()
 
     def program(world: World) -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        kind = {"group": world.comm, "dtype": torch.float64}
-        # Drawn in fp32 by `whole`, so these take their values from it below.
-        column = shardproof.ColumnParallelLinear(6, 8, **kind)
-        row = shardproof.RowParallelLinear(8, 5, **kind)
-        reference = whole()
+        column = shardproof.ColumnParallelLinear.of(layers[0], group=world.comm)
+        row = shardproof.RowParallelLinear.of(layers[2], group=world.comm)
+        reference = copy.deepcopy(layers)
         own = slice(column.start, column.start + column.own)
-        with torch.no_grad():
-            column.weight.copy_(reference[0].weight[own])
-            column.bias.copy_(reference[0].bias[own])
-            row.weight.copy_(reference[2].weight[:, own])
-            row.bias.copy_(reference[2].bias)
         inputs = batches(1)[0][0].clone().requires_grad_()
         outputs = row(nn.functional.gelu(column(inputs)))
         outputs.square().sum().backward()
@@ -240,12 +231,13 @@ def test_the_mlp_of_the_tutorials_is_split_by_its_layers() -> None:
 
 
 def test_split_layers_train_under_data_parallelism() -> None:
+    layers = nn.Linear(6, 8).double(), nn.Linear(8, 3).double()
+
     class Split(nn.Module):
         def __init__(self, group: Any) -> None:
             super().__init__()
-            torch.manual_seed(4)
-            self.up = shardproof.ColumnParallelLinear(6, 8, group=group, dtype=torch.float64)
-            self.down = shardproof.RowParallelLinear(8, 3, group=group, dtype=torch.float64)
+            self.up = shardproof.ColumnParallelLinear.of(layers[0], group=group)
+            self.down = shardproof.RowParallelLinear.of(layers[1], group=group)
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             outputs: torch.Tensor = self.down(nn.functional.gelu(self.up(inputs)))

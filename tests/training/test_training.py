@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,8 +190,10 @@ def test_errors_teach() -> None:
         training().optimizer(torch.optim.AdamW(model().parameters()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown backend 'glo'; did you mean gloo"):
         training().backend("glo")
-    with pytest.raises(ValueError, match="saves no checkpoints"):
+    with pytest.raises(ValueError, match="saves no checkpoints: leave"):
         training().strategy("ecosystem/accelerate_ddp").checkpoint("x").run(1, ranks=1)
+    with pytest.raises(ValueError, match="format 'shard'; did you mean sharded"):
+        training().checkpoint("x", format="shard").run(1, ranks=1)
 
 
 def test_what_a_rank_raises_is_raised_here() -> None:
@@ -207,6 +210,57 @@ def test_what_a_rank_raises_is_raised_here() -> None:
     for backend in ("in_memory", "gloo"):
         with pytest.raises(RuntimeError, match="no loss today"):
             Training(model(), broken, loader()).backend(backend).run(1, ranks=2)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_a_chain_is_cut_into_stages(schedule: str) -> None:
+    expected, losses = trained(STEPS, lr=1e-2, clip=0.5)
+    built = training().optimizer("adamw", lr=1e-2, clip=0.5)
+    built.strategy("pipeline", {"pipe": 2}, accumulate=4, schedule=schedule)
+    result = built.run(STEPS)
+    assert_equal(dict(result.state), expected)
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+
+
+def test_layers_with_roles_are_split() -> None:
+    expected, losses = trained(STEPS, lr=1e-2, clip=0.5)
+    roles: dict[str, Any] = {"0": "column", "2": "row"}
+    built = Training(model(), LOSS, loader(), roles=roles).backend("in_memory")
+    built.optimizer("adamw", lr=1e-2, clip=0.5).strategy("tensor", {"tensor": 2})
+    result = built.run(STEPS)
+    assert_equal(dict(result.state), expected)
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    with pytest.raises(ValueError, match="none by rows"):
+        Training(model(), LOSS, loader(), roles={"0": "column"}).backend("in_memory").strategy(
+            "tensor", {"tensor": 2}
+        ).run(1)
+
+
+def test_a_mesh_of_three_axes() -> None:
+    expected, _ = trained(STEPS, lr=1e-2)
+    roles: dict[str, Any] = {"0": "column", "2": "row"}
+    built = Training(model(), LOSS, loader(), roles=roles).backend("in_memory")
+    built.optimizer("adamw", lr=1e-2)
+    built.strategy("hybrid", {"replicate": 1, "shard": 2, "tensor": 2}, data="zero1")
+    assert_equal(dict(built.run(STEPS).state), expected)
+
+
+@pytest.mark.parametrize("name", ["pytorch/ddp", "pytorch/fsdp2", "pytorch/fsdp1"])
+def test_upstream_systems_train_through_the_same_door(name: str) -> None:
+    expected, losses = trained(STEPS, lr=1e-2, clip=0.5)
+    built = training().optimizer("adamw", lr=1e-2, clip=0.5).strategy(name).backend("gloo")
+    result = built.run(STEPS, ranks=2)
+    assert_equal(dict(result.state), expected)
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+
+
+def test_lower_precision_recomputation_and_offload_are_words() -> None:
+    _, losses = trained(STEPS, lr=1e-2)
+    built = training().optimizer("adamw", lr=1e-2)
+    built.strategy("fsdp", recompute=2, offload="parameters")
+    assert built.run(STEPS, ranks=2).losses == pytest.approx(losses, rel=1e-9)
+    built.strategy("zero1", precision="bf16")
+    assert built.run(STEPS, ranks=2).losses == pytest.approx(losses, rel=0.1)
 
 
 def test_what_the_package_exports_is_there() -> None:

@@ -14,6 +14,8 @@ whose layers have roles.
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,20 +29,40 @@ from shardproof.impls.reference.tensor.operators import f, f_bar, gather_classes
 class _Split(nn.Module):
     """Holds this rank's part of a linear layer's weight along ``dim``."""
 
-    def __init__(self, whole: nn.Linear, group: Comm, dim: int) -> None:
+    dim: int
+
+    def __init__(self, whole: nn.Linear, group: Comm) -> None:
         super().__init__()
         self.group = group
         self.in_features, self.out_features = whole.in_features, whole.out_features
-        broadcast_tensors(list(whole.parameters()), group)
-        features = "output features" if dim == 0 else "input features"
-        [block] = even(type(self).__name__, whole.weight.shape[dim], features, group)
+        features = "input features" if self.dim else "output features"
+        [block] = even(type(self).__name__, whole.weight.shape[self.dim], features, group)
         self.start, self.own = block.start, block.stop - block.start
-        self.weight = nn.Parameter(whole.weight.detach().narrow(dim, self.start, self.own).clone())
-        self.bias: nn.Parameter | None = None
-        if whole.bias is not None:
-            bias = whole.bias.detach()
-            bias = bias.narrow(0, self.start, self.own) if dim == 0 else bias
-            self.bias = nn.Parameter(bias.clone())
+        self.weight = nn.Parameter(self.part(whole.weight))
+        self.bias = None if whole.bias is None else nn.Parameter(self.part(whole.bias))
+        self.take(whole)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a weight or bias; a copy."""
+        split = whole.dim() > self.dim
+        own = whole.detach().narrow(self.dim, self.start, self.own) if split else whole.detach()
+        return own.clone(memory_format=torch.contiguous_format)
+
+    @classmethod
+    def of(cls, whole: nn.Linear, **kind: Any) -> Self:
+        """The layer with the values of ``whole`` on the first rank; ``kind`` as for the class."""
+        bias, dtype = whole.bias is not None, whole.weight.dtype
+        layer = cls(whole.in_features, whole.out_features, bias, dtype=dtype, **kind)
+        layer.take(whole)
+        return layer
+
+    @torch.no_grad()
+    def take(self, whole: nn.Linear) -> None:
+        """Copy the parts of the first rank's ``whole``."""
+        held = [parameter.detach().clone() for parameter in whole.parameters()]
+        broadcast_tensors(held, self.group)
+        for parameter, value in zip(self.parameters(), held, strict=True):
+            parameter.copy_(self.part(value))
 
     def extra_repr(self) -> str:
         """As ``nn.Linear`` shows itself."""
@@ -54,6 +76,8 @@ class ColumnParallelLinear(_Split):
     ``gather_output``: every rank has the whole result instead, for one more message.
     """
 
+    dim = 0
+
     def __init__(
         self,
         in_features: int,
@@ -64,7 +88,7 @@ class ColumnParallelLinear(_Split):
         gather_output: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(nn.Linear(in_features, out_features, bias, group.device, dtype), group, 0)
+        super().__init__(nn.Linear(in_features, out_features, bias, group.device, dtype), group)
         self.gather_output = gather_output
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -80,6 +104,8 @@ class RowParallelLinear(_Split):
     it; else all of them.
     """
 
+    dim = 1
+
     def __init__(
         self,
         in_features: int,
@@ -90,7 +116,7 @@ class RowParallelLinear(_Split):
         input_is_split: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(nn.Linear(in_features, out_features, bias, group.device, dtype), group, 1)
+        super().__init__(nn.Linear(in_features, out_features, bias, group.device, dtype), group)
         self.input_is_split = input_is_split
 
     def forward(self, inputs: Tensor) -> Tensor:
