@@ -15,6 +15,7 @@ TUTORIALS = {
     "first-verdict": 3,
     "tutorial-script": 7,
     "tutorial-gate": 10,
+    "tutorial-train": 6,
     "tutorial-zero2": 2,
     "tutorial-scaling": 3,
 }
