@@ -156,18 +156,8 @@ class Adapter(Implementation):
 
     def piece(self, name: str, tensor: Tensor) -> Piece:
         """A rank's own copy, or its part of a ``DTensor``."""
-        from torch.distributed.tensor import DTensor, Replicate
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+        from torch.distributed.tensor import DTensor
 
-        if not isinstance(tensor, DTensor):
-            return Piece.whole(name, tensor, replica=self.mesh.rank)
-        mesh, placements = tensor.device_mesh, tensor.placements
-        shape, starts = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        slices = tuple((at, at + size) for at, size in zip(starts, shape, strict=True))
-        replica = 0
-        for place, size, placed in zip(
-            mesh.get_coordinate() or (), mesh.shape, placements, strict=True
-        ):
-            replica = replica * size + place if isinstance(placed, Replicate) else replica
-        local = tensor.to_local().detach()
-        return Piece(name, tuple(tensor.shape), local, slices=slices, replica=replica)
+        if isinstance(tensor, DTensor):
+            return Piece.of_dtensor(name, tensor)
+        return Piece.whole(name, tensor, replica=self.mesh.rank)

@@ -343,6 +343,21 @@ class Piece:
         shape = tuple(tensor.shape)
         return cls(name, shape, tensor, slices=tuple((0, n) for n in shape), replica=replica)
 
+    @classmethod
+    def of_dtensor(cls, name: str, tensor: Any) -> Piece:
+        """The piece of a ``torch.distributed.tensor.DTensor`` that the calling rank holds."""
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mesh, placements = tensor.device_mesh, tensor.placements
+        shape, starts = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        slices = tuple((at, at + size) for at, size in zip(starts, shape, strict=True))
+        replica, place = 0, mesh.get_coordinate() or ()
+        for at, size, placed in zip(place, mesh.shape, placements, strict=True):
+            replica = replica * size + at if isinstance(placed, Replicate) else replica
+        local = tensor.to_local().detach()
+        return cls(name, tuple(tensor.shape), local, slices=slices, replica=replica)
+
 
 @dataclass(frozen=True)
 class Event:

@@ -212,7 +212,7 @@ def test_what_a_rank_raises_is_raised_here() -> None:
             Training(model(), broken, loader()).backend(backend).run(1, ranks=2)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_a_chain_is_cut_into_stages(schedule: str) -> None:
     expected, losses = trained(STEPS, lr=1e-2, clip=0.5)
     built = training().optimizer("adamw", lr=1e-2, clip=0.5)
@@ -257,9 +257,9 @@ def test_upstream_systems_train_through_the_same_door(name: str) -> None:
 def test_lower_precision_recomputation_and_offload_are_words() -> None:
     _, losses = trained(STEPS, lr=1e-2)
     built = training().optimizer("adamw", lr=1e-2)
-    built.strategy("fsdp", recompute=2, offload="parameters")
+    built.strategy("fsdp", recompute=1, offload="parameters")
     assert built.run(STEPS, ranks=2).losses == pytest.approx(losses, rel=1e-9)
-    built.strategy("zero1", precision="bf16")
+    built = training().optimizer("adamw", lr=1e-2).strategy("zero1", precision="bf16")
     assert built.run(STEPS, ranks=2).losses == pytest.approx(losses, rel=0.1)
 
 
