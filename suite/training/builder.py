@@ -208,11 +208,7 @@ class Training:
     def _result(self, shares: Sequence[Share], rank: int) -> Result:
         first = shares[0]
         losses = on_rank.merged([(share.of, share.losses) for share in shares])
-        model = self._model.model
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        with torch.no_grad():
-            for name, value in first.state.items():
-                held[name].copy_(value)
+        self._model.take(first.state)
         seconds, rate = max(share.seconds for share in shares), None
         if seconds and first.timed:
             rate = first.timed * self._source.samples(first.first) / seconds
@@ -227,7 +223,7 @@ class Training:
             memory,
             first.checkpoint,
         )
-        return Result(model, *numbers, first.state)
+        return Result(self._model.model, *numbers, first.state)
 
 
 def _train(plan: Plan, steps: int, world: World) -> Share:

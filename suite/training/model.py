@@ -64,6 +64,17 @@ class UserModel:
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         return {name: tensor.detach() for name, tensor in named}
 
+    def release(self) -> None:
+        """Free the values of the model, once a copy of it is trained; :meth:`take` gives others."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.data = tensor.data.new_empty(0)
+
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Give the model the values of ``state``."""
+        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        for name, value in state.items():
+            named[name].data = value.to(named[name].device, named[name].dtype)
+
     def __call__(self, device: str = "cpu") -> nn.Module:
         return (self.model if self._in_place else copy.deepcopy(self.model)).to(device)
 

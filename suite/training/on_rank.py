@@ -140,6 +140,8 @@ class RankTraining:
         self.system.setup(
             memory.watched(plan.model), state, plan.optimizer, self.mesh, plan.options
         )
+        if is_process():  # a thread shares the model with the others
+            plan.model.release()
 
     def load(self) -> int:
         """Resume from the newest checkpoint, if there is one; the number of steps that it has."""

@@ -87,6 +87,7 @@ def _built(name: str, strategy: str) -> Any:
         plan = training.plan(mesh.world, capabilities_of(named(strategy), options))
         given = None if state is None else plan.model.state
         parent.setup(self, plan.model, given, plan.optimizer, mesh, plan.options)
+        plan.model.release()
 
     def step(self: Any, batch: Batch, observe: Observe) -> StepResult:
         result: StepResult = parent.step(self, _for_users(batch), observe)
