@@ -60,7 +60,7 @@ class UserModel:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name, tied ones once."""
+        """Name -> parameter or buffer; a tied tensor has one entry."""
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         return {name: tensor.detach() for name, tensor in named}
 

@@ -1,4 +1,4 @@
-"""An optimizer of torch, given by name or by class, as the contract's ``OptimizerSpec``.
+"""An optimizer of torch as the contract's ``OptimizerSpec``.
 
 A strategy that shards the optimizer's state gives it flat parts of parameters.  That is right for
 an optimizer only if it treats every element alone.  :func:`require_element_wise` tries that: a few
@@ -27,7 +27,7 @@ _KINDS: dict[str, type[torch.optim.Optimizer]] = {}
 
 @dataclass(frozen=True)
 class TorchOptimizer(OptimizerSpec):
-    """An optimizer by its class, with ``given`` arguments beside the learning rate."""
+    """The spec of a class; ``given`` are its arguments without the learning rate."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""The ranks of this job: ``join`` finds them, whoever started them, and makes a :class:`World`.
+"""The ranks of this job: ``join`` finds them under any launcher and returns a :class:`World`.
 
 a group exists already        the user's own ``init_process_group``, a rank of ``Training``
 RANK and WORLD_SIZE           torchrun, and ranks that ``Training`` starts as processes
