@@ -8,5 +8,4 @@ loops.py        wrap: a model under a strategy, for a loop of the user's own
 source.py       a DataLoader, a data set, a list or a function, as shares of global batches
 model.py        a module and a loss as the contract's Build
 optimizers.py   an optimizer of torch as the contract's OptimizerSpec
-systems.py      what Training and wrap build, as implementations that every check can judge
 """

@@ -280,6 +280,7 @@ class Memory:
         if not self._open or self._ledger is None:
             return
         self._open = False
+        self._built.clear()  # a rank may keep only a part of what it built
         self._ledger.__exit__(None, None, None)
         program_order.install(None, process=self._is_process)
         rows, last = summary(self._ledger.log), self._ledger.step

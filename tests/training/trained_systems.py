@@ -1,7 +1,7 @@
 """Systems that ``Training`` and ``wrap`` build, as implementations that every check can judge.
 
-    shardproof.training.systems:built_zero2     set up by Training, steps of the strategy
-    shardproof.training.systems:looped_zero2    under wrap, in a loop of one's own
+    tests/training/trained_systems.py:built_zero2     set up by Training, steps of the strategy
+    tests/training/trained_systems.py:looped_zero2    under wrap, in a loop of the user's own
 
 The part behind ``built_`` or ``looped_`` is the name of a strategy of the suite.  Each is that
 strategy's own class with another set-up or step, so what it is held to is the same.
@@ -130,6 +130,7 @@ def _looped(name: str, strategy: str) -> Any:
     ) -> None:
         model = _filled(build, state, mesh.device)
         user = UserModel(model, None, units=build.units, roles=build.roles, in_place=True)
+        user.loss = build.loss  # type: ignore[method-assign]  # of evaluations
         parent.setup(
             self, user, user.state if state is not None else None, optimizer, mesh, options
         )
