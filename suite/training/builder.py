@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -165,14 +166,19 @@ class Training:
         return self
 
     def run(
-        self, steps: int, *, ranks: int | None = None, progress: int = 0, memory: bool = True
+        self,
+        steps: int,
+        *,
+        ranks: int | None = None,
+        progress: int | None = None,
+        memory: bool = True,
     ) -> Result:
         """Train until ``steps`` steps are done.
 
         A process that a launcher started (torchrun, mpirun, srun, a container's) is one rank of
         the job.  Any other starts ``ranks`` ranks (default: as many as the mesh has), as threads or
-        as processes: the backend says which.  ``progress``: prints the loss every so many steps.
-        ``memory``: measures the memory of the first two steps.
+        as processes: the backend says which.  ``progress``: prints the loss every so many steps
+        (default: 10 times on a terminal).  ``memory``: measures the memory of the first two steps.
 
         :raises ValueError: something does not fit; the message says what to change.
         """
@@ -182,6 +188,8 @@ class Training:
         launched = is_launched(os.environ)
         world = join(self._backend, self._timeout) if launched else None
         size = world.size if world else ranks or axes.size(self._mesh or {}, self._mesh or {})
+        if progress is None:
+            progress = -(-steps // 10) if sys.stderr.isatty() else 0
         plan = self.plan(size, capabilities, memory=memory, progress=progress)
         if world is None:
             backend = self._backend or os.environ.get("SHARDPROOF_BACKEND", USUAL_PROCESSES)
@@ -245,10 +253,13 @@ def named(strategy: str) -> str:
 
 
 def chosen_options(
-    precision: str | Mapping[str, str], recompute: int, offload: str, options: Mapping[str, Any]
+    precision: str | Mapping[str, str] = "fp32",
+    recompute: int = 0,
+    offload: str = "none",
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The options of an implementation; what is as usual is left to it."""
-    made = dict(options)
+    made = dict(options or {})
     if isinstance(precision, str) and precision not in _PRECISIONS:
         remedy = nearest(precision, _PRECISIONS, "valid")
         raise ValueError(f"unknown precision {precision!r}; {remedy}")

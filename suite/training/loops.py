@@ -124,12 +124,9 @@ def wrap(
     name, world = named(strategy), join()
     accumulate, mean = more.pop("accumulate", 1), more.pop("mean", True)
     described = {word: more.pop(word) for word in ("units", "roles") if word in more}
-    policy = [
-        more.pop(word, usual)
-        for word, usual in (("precision", "fp32"), ("recompute", 0), ("offload", "none"))
-    ]
-    options = chosen_options(*policy, more)
-    system = registry.load(name)
+    how = {word: more.pop(word) for word in ("precision", "recompute", "offload") if word in more}
+    options = chosen_options(options=more, **how)
+    system: Any = registry.load(name)
     if not hasattr(system, "own_loop_type"):
         raise ValueError(
             f"{name} runs whole steps and has no loop of your own: take a strategy of the suite "

@@ -55,8 +55,8 @@ class UserModel:
             lambda: model, _no_loss, _no_batch, units=units, stages=stages, roles=roles
         )
         self._shape.name = f"the model ({type(model).__name__})"
-        self.units = self._shape.units(model)
-        self.roles = self._shape.roles(model)
+        self.units: Sequence[str] = self._shape.units(model)
+        self.roles: Mapping[str, Role] = self._shape.roles(model)
 
     @property
     def state(self) -> dict[str, Tensor]:

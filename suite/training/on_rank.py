@@ -17,7 +17,7 @@ from torch import Tensor
 from shardproof import registry
 from shardproof.case import data_shares
 from shardproof.comm import Comm
-from shardproof.contract import KINDS, Implementation, Kind, OptimizerSpec, Point, StepResult
+from shardproof.contract import KINDS, Implementation, OptimizerSpec, Piece, Point, StepResult
 from shardproof.ledgers import program_order
 from shardproof.ledgers.memory import installed
 from shardproof.ledgers.memory.recorder import MemoryLedger
@@ -312,8 +312,7 @@ class Memory:
         def observe(point: Point) -> None:
             assert self._ledger is not None and self._log is not None
             with self._log.observe(point), self._ledger.unseen():
-                kinds: tuple[Kind, ...] = KINDS
-                pieces = {kind: system.local_state(kind) for kind in kinds}
+                pieces: dict[str, list[Piece]] = {k: system.local_state(k) for k in KINDS}
                 self._ledger.classify(pieces, self._built)
                 if point == "after_update":
                     self._ledger.mark(point)

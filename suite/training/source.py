@@ -111,7 +111,7 @@ class Source:
         to_read, plan = itertools.tee(self._plan(first, share, cuts))
         loader: Any = DataLoader(
             self._data,
-            batch_sampler=(rows for rows_of_step, _ in to_read for rows in rows_of_step),  # type: ignore[arg-type]
+            batch_sampler=(rows for rows_of_step, _ in to_read for rows in rows_of_step),
             # Its own, or each epoch would draw from the generator that the model draws from.
             generator=torch.Generator().manual_seed(self._seed),
             **{"collate_fn": default_collate, **self._loader},

@@ -14,7 +14,7 @@ whose layers have roles.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,9 @@ class _Split(nn.Module):
     @classmethod
     def of(cls, whole: nn.Linear, **kind: Any) -> Self:
         """The layer with the values of ``whole`` on the first rank; ``kind`` as for the class."""
-        bias, dtype = whole.bias is not None, whole.weight.dtype
-        layer = cls(whole.in_features, whole.out_features, bias, dtype=dtype, **kind)
+        bias, make = whole.bias is not None, cast("Any", cls)
+        kind = {"dtype": whole.weight.dtype, **kind}
+        layer: Self = make(whole.in_features, whole.out_features, bias, **kind)
         layer.take(whole)
         return layer
 
