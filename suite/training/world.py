@@ -9,8 +9,10 @@ none of these                 a world of one rank
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -277,6 +279,19 @@ def _join_mpi(backend: Backend, timeout: float) -> None:
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
     joined.join(backend, Joining(rank, world, store, timeout, ledgers=False))
     unlink_segments()
+    atexit.register(_end_mpi)
+
+
+def _end_mpi() -> None:
+    """Leave MPI in order; after an error its mpirun ends the other ranks, which may wait."""
+    from shardproof.backends.mpi import group
+
+    if (error := getattr(sys, "last_value", None)) is not None:
+        joined.tell_failure(error)
+        return
+    if (world := _WORLD.get()) is not None:
+        world.leave()
+    group.stop()
 
 
 def _interface_to(address: str) -> str | None:
