@@ -32,6 +32,8 @@ _LAZY = {
     "join": "shardproof.training.world",
     "ColumnParallelLinear": "shardproof.impls.reference.tensor.linear",
     "RowParallelLinear": "shardproof.impls.reference.tensor.linear",
+    "ParallelSelfAttention": "shardproof.impls.reference.tensor.linear",
+    "VocabularyParallelEmbedding": "shardproof.impls.reference.tensor.linear",
 }
 
 

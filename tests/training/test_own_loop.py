@@ -230,6 +230,43 @@ def test_the_mlp_of_the_tutorials_is_split_by_its_layers() -> None:
         on(3, program)
 
 
+def test_a_table_and_heads_are_split() -> None:
+    table = nn.Embedding(7, 8).double()
+    linear = {name: nn.Linear(8, 8).double() for name in ("query", "key", "value", "out")}
+    tokens = torch.tensor([[0, 3, 6, 2], [5, 1, 4, 6]])
+
+    def whole(inputs: torch.Tensor) -> torch.Tensor:
+        parts = [linear[name](inputs).unflatten(-1, (4, 2)) for name in ("query", "key", "value")]
+        heads = [part.transpose(1, 2) for part in parts]
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        result: torch.Tensor = linear["out"](attended.transpose(1, 2).flatten(2))
+        return result
+
+    expected = whole(table(tokens))
+    expected.square().sum().backward()
+    assert table.weight.grad is not None and linear["key"].weight.grad is not None
+    rows, keys = table.weight.grad, linear["key"].weight.grad
+
+    def program(world: World) -> None:
+        embedding = shardproof.VocabularyParallelEmbedding.of(table, world.comm)
+        kind = {"group": world.comm, "causal": True, "dtype": torch.float64}
+        attention = shardproof.ParallelSelfAttention(8, 4, **kind)
+        for name, layer in linear.items():
+            getattr(attention, name).take(layer)
+        result = attention(embedding(tokens))
+        torch.testing.assert_close(result, expected)
+        result.square().sum().backward()
+        own = slice(embedding.start, embedding.start + embedding.own)
+        torch.testing.assert_close(embedding.weight.grad, rows[own])
+        own = slice(attention.key.start, attention.key.start + attention.key.own)
+        torch.testing.assert_close(attention.key.weight.grad, keys[own])
+
+    for ranks in (1, 2, 4):
+        on(ranks, program)
+    with pytest.raises(ValueError, match=r"ParallelSelfAttention.*4 heads.*valid: 1, 2, 4"):
+        on(3, lambda world: shardproof.ParallelSelfAttention(12, 4, group=world.comm))
+
+
 def test_split_layers_train_under_data_parallelism() -> None:
     layers = nn.Linear(6, 8).double(), nn.Linear(8, 3).double()
 

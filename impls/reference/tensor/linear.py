@@ -1,6 +1,8 @@
-"""Linear layers that are split over ranks, for a model of one's own.
+"""Layers that are split over ranks, for a model of the user's own.
 
     x -> ColumnParallelLinear -> GELU -> RowParallelLinear -> y       no message in between
+    x -> ParallelSelfAttention -> y                                   whole heads on each rank
+    tokens -> VocabularyParallelEmbedding -> y                        rows of the table on each rank
 
 The names are Megatron-LM's (arXiv 1909.08053, section 3).  ``group`` is the communicator of the
 ranks that share the layer (``world.comm``, ``mesh.comm("tensor")``).  Every rank of it gets the
@@ -22,7 +24,7 @@ from torch.nn import functional as F
 
 from shardproof.comm import Comm
 from shardproof.impls.reference.engine.state import broadcast_tensors
-from shardproof.impls.reference.tensor.layers import even
+from shardproof.impls.reference.tensor.layers import classes, even, refused
 from shardproof.impls.reference.tensor.operators import f, f_bar, gather_classes
 
 
@@ -134,3 +136,80 @@ class RowParallelLinear(_Split):
             )
         whole = f_bar(F.linear(inputs, self.weight), self.group)
         return whole if self.bias is None else whole + self.bias
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Looks tokens up in a table whose rows are split; every rank has the whole result."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: Comm,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.num_embeddings, self.embedding_dim = group, num_embeddings, embedding_dim
+        [block] = classes(type(self).__name__, num_embeddings, group)
+        self.start, self.own = block.start, block.stop - block.start
+        shape = self.own, embedding_dim
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=group.device))
+        self.take(nn.Embedding(num_embeddings, embedding_dim, device=group.device, dtype=dtype))
+
+    @classmethod
+    def of(cls, whole: nn.Embedding, group: Comm) -> Self:
+        """The layer with the values of ``whole`` on the first rank."""
+        dtype = whole.weight.dtype
+        layer = cls(whole.num_embeddings, whole.embedding_dim, group=group, dtype=dtype)
+        layer.take(whole)
+        return layer
+
+    @torch.no_grad()
+    def take(self, whole: nn.Embedding) -> None:
+        """Copy the rows of the first rank's ``whole``."""
+        table = whole.weight.detach().clone()
+        broadcast_tensors([table], self.group)
+        self.weight.copy_(table.narrow(0, self.start, self.own))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens, the same on all ranks -> their rows."""
+        place = tokens - self.start
+        elsewhere = (place < 0) | (place >= self.own)
+        rows = F.embedding(place.masked_fill(elsewhere, 0), self.weight)
+        return f_bar(rows.masked_fill(elsewhere[..., None], 0), self.group)
+
+
+class ParallelSelfAttention(nn.Module):
+    """Attends with whole heads on each rank: queries, keys and values by columns, the output by
+    rows.  Inputs and results are ``(samples, positions, width)``, whole on every rank.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        group: Comm,
+        causal: bool = False,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if heads % group.size:
+            valid = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise refused(type(self).__name__, f"{heads} heads", group, valid)
+        self.head, self.causal = width // heads, causal
+        given: dict[str, Any] = {"group": group, "dtype": dtype}
+        self.query = ColumnParallelLinear(width, width, bias, **given)
+        self.key = ColumnParallelLinear(width, width, bias, **given)
+        self.value = ColumnParallelLinear(width, width, bias, **given)
+        self.out = RowParallelLinear(width, width, bias, **given)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The attention of this rank's heads, then the sum over ranks."""
+        parts = (self.query(inputs), self.key(inputs), self.value(inputs))
+        heads = [part.unflatten(-1, (-1, self.head)).transpose(-2, -3) for part in parts]
+        attended = F.scaled_dot_product_attention(*heads, is_causal=self.causal)
+        whole: Tensor = self.out(attended.transpose(-2, -3).flatten(-2))
+        return whole
