@@ -138,13 +138,11 @@ def settle(mesh: Mesh, owns_group: bool) -> World:
 
 def is_launched(environment: Mapping[str, str]) -> bool:
     """Whether a launcher has made this process a rank of its job."""
-    names = (_TORCHRUN, *_MPI)
-    slurm = "SLURM_STEP_ID" in environment and _SLURM[0] in environment
-    return (
-        dist.is_initialized()
-        or slurm
-        or any(a in environment and b in environment for a, b in names)
-    )
+    if dist.is_initialized() or all(name in environment for name in _TORCHRUN):
+        return True
+    # One rank of these is also what a shell inside of an allocation looks like.
+    slurm = (_SLURM,) if "SLURM_STEP_ID" in environment else ()
+    return any(r in environment and environment.get(n, "1") != "1" for r, n in (*_MPI, *slurm))
 
 
 def backend_named(name: str, world: int) -> Backend:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from plain_loop import BATCH, LOSS, assert_equal, batches, loader, model, sample
 import shardproof
 from shardproof import Training
 from shardproof.training.source import Source
+from shardproof.training.world import is_launched
 
 STEPS = 6
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "naive_ddp")
@@ -261,6 +265,27 @@ def test_lower_precision_recomputation_and_offload_are_words() -> None:
     assert built.run(STEPS, ranks=2).losses == pytest.approx(losses, rel=1e-9)
     built = training().optimizer("adamw", lr=1e-2).strategy("zero1", precision="bf16")
     assert built.run(STEPS, ranks=2).losses == pytest.approx(losses, rel=0.1)
+
+
+def test_a_rank_that_is_killed_ends_the_others() -> None:
+    def deadly(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return LOSS(outputs, targets)
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 was killed: SIGKILL"):
+        Training(model(), deadly, loader()).backend("gloo").run(3, ranks=3)
+    assert time.monotonic() - began < 60
+
+
+def test_the_launchers_variables_are_known() -> None:
+    assert is_launched({"RANK": "0", "WORLD_SIZE": "1"})
+    assert is_launched({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
+    assert is_launched({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+    assert not is_launched({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"})
+    assert not is_launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+    assert not is_launched({})
 
 
 def test_what_the_package_exports_is_there() -> None:
