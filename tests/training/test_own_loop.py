@@ -79,6 +79,24 @@ def test_hybrid_sharding_takes_a_mesh_of_two_axes() -> None:
         assert_equal(state, expected)
 
 
+def test_layers_and_state_are_split_together() -> None:
+    expected, _ = trained(STEPS, clip=0.5, **LR)
+    how: dict[str, Any] = {"roles": {"0": "column", "2": "row"}, "data": "zero1", "clip": 0.5}
+
+    def program(world: World) -> dict[str, torch.Tensor]:
+        mesh = world.new_mesh({"replicate": 1, "shard": 2, "tensor": 2})
+        wrapped = shardproof.wrap(model(), "hybrid", mesh, **LR, **how)
+        for step in range(STEPS):
+            own = mesh.coordinate["shard"]
+            inputs, targets = (part.chunk(2)[own] for part in batches(STEPS)[step])
+            LOSS(wrapped(inputs), targets).backward()
+            wrapped.step()
+        return wrapped.state_dict()
+
+    for state in on(4, program):
+        assert_equal(state, expected)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_an_evaluation_and_gradients_that_are_dropped_change_nothing(strategy: str) -> None:
     expected, _ = trained(STEPS, **LR)
