@@ -39,8 +39,8 @@ float64 is all-reduced.  A module called c times in a forward is gathered c + 1 
 Memory: (P + G + O)/N with padding, and what the table names.
 Numbers: summed over ranks first, over micro-batches then; equal to one device's up to that order.
 Parameters with strides of their own become contiguous: their products may be rounded otherwise.
-Left out: units that only some ranks call, optimizers that are not element-wise, models that do not
-fit on one rank before they are sharded.
+Models that do not fit on one rank are built on ``meta`` (units/meta.py).
+Left out: units that only some ranks call, optimizers that are not element-wise.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ class ReferenceZero3(Engine):
     depth = "layout"
     options_type = Options
     handle_type: type[Zero3] = Zero3
+    materializes = True
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

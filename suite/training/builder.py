@@ -205,6 +205,7 @@ class Training:
         """
         mesh = mesh_for(self._strategy, capabilities, self._mesh, size)
         fits(self._strategy, capabilities, self._optimizer, self._options, mesh)
+        require_values(self._strategy, self._model)
         options, saves = dict(self._options), self._checkpoint
         if saves is not None:
             require_format(self._strategy, capabilities, saves.option["format"])
@@ -323,6 +324,18 @@ def require_format(name: str, capabilities: Capabilities, given: str) -> None:
     if given not in capabilities.checkpoints:
         remedy = nearest(given, capabilities.checkpoints, "valid")
         raise ValueError(f"{name} saves no checkpoints of format {given!r}; {remedy}")
+
+
+def require_values(name: str, model: UserModel) -> None:
+    """Raise where the model is on ``meta`` and the implementation needs its values.
+
+    :raises ValueError: so it is.
+    """
+    if model.is_meta and not getattr(registry.load(name), "materializes", False):
+        raise ValueError(
+            f"the model is on the device meta, and {name} needs its values: build it on a device, "
+            "or take a strategy that gives a model its values unit by unit (zero3, fsdp)"
+        )
 
 
 def fits(

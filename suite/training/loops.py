@@ -13,7 +13,14 @@ from shardproof import registry
 from shardproof.comm import Mesh
 from shardproof.contract import Implementation, OptimizerSpec, Refused
 from shardproof.training import optimizers
-from shardproof.training.builder import capabilities_of, chosen_options, fits, mesh_for, named
+from shardproof.training.builder import (
+    capabilities_of,
+    chosen_options,
+    fits,
+    mesh_for,
+    named,
+    require_values,
+)
 from shardproof.training.model import UserModel
 from shardproof.training.on_rank import Bytes, whole
 from shardproof.training.world import join
@@ -140,6 +147,7 @@ def wrap(
         spec = optimizers.spec(spec, lr, clip=clip, **(arguments or {}))
     fits(name, capabilities, spec, options, mesh.axes)
     built = UserModel(model, None, in_place=True, **described)
+    require_values(name, built)
     made = system()
     try:
         made.setup(built, built.state, spec, mesh, options)

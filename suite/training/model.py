@@ -59,8 +59,15 @@ class UserModel:
         self.roles: Mapping[str, Role] = self._shape.roles(model)
 
     @property
-    def state(self) -> dict[str, Tensor]:
-        """Name -> parameter or buffer; a tied tensor has one entry."""
+    def is_meta(self) -> bool:
+        """Whether the model has no values yet, because it is on the device ``meta``."""
+        return any(parameter.is_meta for parameter in self.model.parameters())
+
+    @property
+    def state(self) -> dict[str, Tensor] | None:
+        """Name -> parameter or buffer; a tied tensor has one entry (``None``: it is on meta)."""
+        if self.is_meta:
+            return None
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         return {name: tensor.detach() for name, tensor in named}
 
@@ -71,12 +78,16 @@ class UserModel:
 
     def take(self, state: Mapping[str, Tensor]) -> None:
         """Give the model the values of ``state``."""
+        if self.is_meta:
+            self.model.load_state_dict(state, strict=False, assign=True)
+            return
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         for name, value in state.items():
             named[name].data = value.to(named[name].device, named[name].dtype)
 
     def __call__(self, device: str = "cpu") -> nn.Module:
-        return (self.model if self._in_place else copy.deepcopy(self.model)).to(device)
+        module = self.model if self._in_place else copy.deepcopy(self.model)
+        return module if self.is_meta else module.to(device)
 
     def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
         """The part of ``module`` with units ``start`` to ``stop - 1``.

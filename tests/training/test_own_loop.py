@@ -79,6 +79,44 @@ def test_hybrid_sharding_takes_a_mesh_of_two_axes() -> None:
         assert_equal(state, expected)
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_a_model_on_meta_gets_its_values_unit_by_unit(strategy: str) -> None:
+    def program(world: World) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        wrapped = shardproof.wrap(copy.deepcopy(model()).to("meta"), strategy, **LR)
+        first = wrapped.state_dict()
+        for step in range(STEPS):
+            inputs, targets = share(step, world)
+            LOSS(wrapped(inputs), targets).backward()
+            wrapped.step()
+        return first, wrapped.state_dict()
+
+    results = on(4, program)
+    plain = model()
+    assert plain.state_dict().keys() == results[0][0].keys()
+    plain.load_state_dict(results[0][0])
+    optimizer = torch.optim.AdamW(plain.parameters(), **LR)
+    for inputs, targets in batches(STEPS):
+        optimizer.zero_grad()
+        LOSS(plain(inputs), targets).backward()
+        optimizer.step()
+    for _, state in results:
+        assert_equal(state, dict(plain.state_dict()))
+
+
+def test_what_a_model_on_meta_needs() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.empty(3, device="meta"))
+
+    for strategy, match in (
+        ("zero3", r"'rows' is on meta.*reset_parameters"),
+        ("ddp", "needs its values"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            on(2, lambda world, s=strategy: shardproof.wrap(Table(), s))
+
+
 def test_layers_and_state_are_split_together() -> None:
     expected, _ = trained(STEPS, clip=0.5, **LR)
     how: dict[str, Any] = {"roles": {"0": "column", "2": "row"}, "data": "zero1", "clip": 0.5}

@@ -112,6 +112,9 @@ class LateParts(Implementation):
 
         return OwnLoop
 
+    #: Whether a model on ``meta`` gets its values unit by unit.
+    materializes = False
+
     def needs_own_step(self) -> str:
         """Why forward and backward cannot be called from outside; empty: they can."""
         return ""

@@ -58,8 +58,8 @@ and backward; whole gradients of all units without communication.
 Numbers: summed over shards first, then over micro-batches, then over replicas; sums are kept as
 built, whatever they were reduced in.  Parameters with strides of their own become contiguous: their
 products may be rounded otherwise.
-Left out: units that only some ranks call, optimizers that are not element-wise, models that do not
-fit on one rank before they are sharded.
+Models that do not fit on one rank are built on ``meta`` (units/meta.py).
+Left out: units that only some ranks call, optimizers that are not element-wise.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class ReferenceFSDP(Engine):
     strategy = "fsdp"
     depth = "layout"
     options_type = Options
+    materializes = True
     handle_type: type[FSDP] = FSDP
 
     @classmethod

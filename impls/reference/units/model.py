@@ -19,6 +19,7 @@ from shardproof.impls.reference.engine.optimizer import param_groups
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.units.gradients import GradientState
+from shardproof.impls.reference.units.meta import check, materialize, on_meta
 from shardproof.impls.reference.units.plan import UnitPlan
 from shardproof.impls.reference.units.rounds import Rounds
 from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
@@ -42,17 +43,21 @@ class ShardedModel(Handle):
         if self.replicas is not None:
             self.reducer.check(self.replicas.size)
         self.rounds = Rounds(list(comms.values()))
-        self.device = next(module.parameters()).device
+        along = [comms[axis] for axis in ("shard", "replicate") if axis in comms]
+        check(module)
+        meta = on_meta(module)
+        self.device = torch.device(along[0].device) if meta else next(module.parameters()).device
         # Along each axis from its first rank, one axis after the other: in the end all ranks have
         # the values of the very first.  Before the shards are cut, for they are cut from these.
-        for axis in ("shard", "replicate"):
-            if axis in comms:
-                broadcast_tensors(list(named_state(module).values()), comms[axis])
-        named = dict(module.named_parameters())
-        self.names = list(named)
+        for comm in along:
+            held = [tensor for tensor in named_state(module).values() if not tensor.is_meta]
+            broadcast_tensors(held, comm)
+        self.names = [name for name, _ in module.named_parameters()]
         self.units: list[ShardedUnit] = []
         for number, one in enumerate(plan):
-            own = {name: named[name] for name in one.parameters}
+            if meta:
+                materialize(module, one.parameters, along[0].device, along)
+            own = {name: module.get_parameter(name) for name in one.parameters}
             place = module.get_submodule(one.name)
             rest = context.host, context.reducer
             self.units.append(
