@@ -25,6 +25,8 @@ class UserModel:
 
     cross_entropy: CrossEntropy | None = None
     terms: Sequence[LossTerm] = ()
+    #: Called with every module that is built.
+    on_build: Callable[[nn.Module], object] = staticmethod(id)
 
     def __init__(
         self,
@@ -73,7 +75,8 @@ class UserModel:
 
     def release(self) -> None:
         """Free the values of the model, once a copy of it is trained; :meth:`take` gives others."""
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
+        held = () if self.is_meta else (*self.model.parameters(), *self.model.buffers())
+        for tensor in held:
             tensor.data = tensor.data.new_empty(0)
 
     def take(self, state: Mapping[str, Tensor]) -> None:
@@ -87,7 +90,9 @@ class UserModel:
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         module = self.model if self._in_place else copy.deepcopy(self.model)
-        return module if self.is_meta else module.to(device)
+        module = module if self.is_meta else module.to(device)
+        self.on_build(module)
+        return module
 
     def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
         """The part of ``module`` with units ``start`` to ``stop - 1``.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,7 @@ class RankTraining:
     def run(self, steps: int) -> Share:
         """Train until ``steps`` steps are done, those of a checkpoint included."""
         plan, began, timed = self.plan, 0.0, 0
-        memory = Memory(plan.model, plan.measure)
+        memory = Memory(plan.measure)
         try:
             with memory:
                 self.set_up(memory)
@@ -117,7 +119,7 @@ class RankTraining:
                             "list, which begin again, or ask for fewer steps"
                         )
                     with memory.step(step):
-                        result = self.system.step(batch, memory.observer(self.system, step))
+                        result = self.system.step(batch, partial(memory.observe, self.system))
                     timed += not memory.is_open
                     self.keep(result)
                     self.after(step + 1, steps)
@@ -131,15 +133,12 @@ class RankTraining:
     def set_up(self, memory: Memory) -> None:
         """Build the model and put it under the strategy; rank 0 has the values."""
         plan = self.plan
-        state = plan.model.state if self.world.rank == 0 else None
-        if (
-            registry.load(plan.implementation).capabilities(plan.options).initial_state
-            == "everywhere"
-        ):
-            state = plan.model.state
+        rule = self.system.capabilities(plan.options).initial_state
+        state = plan.model.state if rule == "everywhere" or self.world.rank == 0 else None
         self.system.setup(
             memory.watched(plan.model), state, plan.optimizer, self.mesh, plan.options
         )
+        del state
         if is_process():  # a thread shares the model with the others
             plan.model.release()
 
@@ -250,26 +249,19 @@ def merged(shares: Sequence[tuple[int, Sequence[float | None]]]) -> list[float]:
 class Memory:
     """The memory ledger of the first steps: what each class of tensors takes on this rank."""
 
-    def __init__(self, model: UserModel, wanted: bool) -> None:
-        self._log = program_order.RankLog() if wanted else None
-        self._ledger = (
-            MemoryLedger(lambda: self._log.phase if self._log else "") if wanted else None
-        )
+    def __init__(self, wanted: bool) -> None:
+        self._wanted, self.is_open = wanted, False
+        self._log = program_order.RankLog()
+        self._ledger = MemoryLedger(lambda: self._log.phase)
         self._built: list[torch.nn.Module] = []
-        self._open = False
         self.stats: dict[str, Bytes] = {}
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the ledger is being written."""
-        return self._open
-
     def __enter__(self) -> Memory:
-        if self._ledger is not None:
+        if self._wanted:
             self._is_process = is_process()
             program_order.install(self._log, process=self._is_process)
             self._ledger.__enter__()
-            self._open = True
+            self.is_open = True
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -277,65 +269,42 @@ class Memory:
 
     def close(self) -> None:
         """End the ledger and keep its figures."""
-        if not self._open or self._ledger is None:
+        if not self.is_open:
             return
-        self._open = False
+        self.is_open = False
         self._built.clear()  # a rank may keep only a part of what it built
         self._ledger.__exit__(None, None, None)
         program_order.install(None, process=self._is_process)
-        rows, last = summary(self._ledger.log), self._ledger.step
-        peak: Bytes = {}
-        current: Bytes = {}
-        for row in rows:
-            if row.step == last and row.moment == "peak":
-                peak[row.kind] = max(peak.get(row.kind, 0), row.bytes)
-            if row.step == last and row.moment == "mark":
-                current[row.kind] = current.get(row.kind, 0) + row.bytes
-        self.stats = {"peak": peak, "current": current}
+        self.stats = {"peak": {}, "current": {}}
+        words = {"peak": "peak", "mark": "current"}
+        for row in summary(self._ledger.log):
+            if row.step == self._ledger.step and row.moment in words:
+                bytes_of = self.stats[words[row.moment]]
+                bytes_of[row.kind] = max(bytes_of.get(row.kind, 0), row.bytes)
 
-    def watched(self, model: UserModel) -> Any:
+    def watched(self, model: UserModel) -> UserModel:
         """``model`` as a build whose modules the ledger watches."""
-        return _Watched(model, self._built) if self._open else model
+        if self.is_open:
+            model = copy.copy(model)
+            model.on_build = partial(self._watch, model.units)
+        return model
 
-    def step(self, number: int) -> Any:
-        """Around an optimizer step."""
-        if not self._open or self._ledger is None or self._log is None:
-            return nullcontext()
-        self._ledger.step = number
-        return self._log.step(number)
-
-    def observer(self, system: Implementation, step: int) -> Callable[[Point], None]:
-        """An observer of the tensors of ``system`` at the points of a step."""
-        if not self._open:
-            return _nothing
-
-        def observe(point: Point) -> None:
-            assert self._ledger is not None and self._log is not None
-            with self._log.observe(point), self._ledger.unseen():
-                pieces: dict[str, list[Piece]] = {k: system.local_state(k) for k in KINDS}
-                self._ledger.classify(pieces, self._built)
-                if point == "after_update":
-                    self._ledger.mark(point)
-
-        return observe
-
-
-def _nothing(point: Point) -> None:
-    pass
-
-
-class _Watched:
-    """A build whose modules tell the ledger which unit computes."""
-
-    def __init__(self, model: UserModel, built: list[torch.nn.Module]) -> None:
-        self._model, self._made = model, built
-        self.units, self.roles = model.units, model.roles
-        self.cross_entropy, self.terms = model.cross_entropy, model.terms
-        self.loss, self.stage = model.loss, model.stage
-
-    def __call__(self, device: str = "cpu") -> torch.nn.Module:
-        module = self._model(device)
-        program_order.watch(module, self.units)
+    def _watch(self, units: Sequence[str], module: torch.nn.Module) -> None:
+        program_order.watch(module, units)
         installed.watch(module)
-        self._made.append(module)
-        return module
+        self._built.append(module)
+
+    def step(self, number: int) -> AbstractContextManager[object]:
+        """Around an optimizer step."""
+        self._ledger.step = number
+        return self._log.step(number) if self.is_open else nullcontext()
+
+    def observe(self, system: Implementation, point: Point) -> None:
+        """Look at the tensors of ``system`` at a point of a step."""
+        if not self.is_open:
+            return
+        with self._log.observe(point), self._ledger.unseen():
+            pieces: dict[str, list[Piece]] = {k: system.local_state(k) for k in KINDS}
+            self._ledger.classify(pieces, self._built)
+            if point == "after_update":
+                self._ledger.mark(point)

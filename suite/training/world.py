@@ -188,42 +188,33 @@ def is_process() -> bool:
 def _initialize(backend: str, timeout: float) -> None:
     """Make the default group, of the ranks that the launcher started."""
     environment = os.environ
-    by_mpi = any(rank in environment and size in environment for rank, size in _MPI)
-    chosen = backend or environment.get("SHARDPROOF_BACKEND", "")
-    if not chosen and by_mpi and _TORCHRUN[0] not in environment:
-        chosen = next((b.name for b in BACKENDS.own.values() if b.mpirun), "")
-    if chosen and BACKENDS[chosen].mpirun if chosen in BACKENDS else False:
-        _join_mpi(backend_named(chosen, 1), timeout)
+    local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    name = backend or environment.get("SHARDPROOF_BACKEND") or _usual(local)
+    found = backend_named(name, local)
+    if found.mpirun:
+        _join_mpi(found, timeout)
         return
     rank, world, store = _meeting(timeout)
-    local = int(environment.get("LOCAL_WORLD_SIZE", world))
-    if not chosen:
-        chosen = _fastest(local)
-    found = backend_named(chosen, local)
-    if found.threads:
-        if world > 1:
-            remedy = f"leave the backend out, or take {USUAL_PROCESSES}"
-            raise LaunchError(
-                Problem("its ranks are threads, but this rank is a process", remedy, chosen)
-            )
-        joined.join(found, Joining(rank, world, store, timeout, False, found.hub(world, timeout)))
-        return
+    if found.threads and world > 1:
+        remedy = f"leave the backend out, or take {USUAL_PROCESSES}"
+        what = "its ranks are threads, but this rank is a process"
+        raise LaunchError(Problem(what, remedy, name))
     address = environment.get("MASTER_ADDR", "")
-    if address and gloo.INTERFACE not in environment and (name := _interface_to(address)):
-        environment[gloo.INTERFACE] = name
-    joined.join(found, Joining(rank, world, store, timeout, ledgers=False))
+    if address and gloo.INTERFACE not in environment and (leads := _interface_to(address)):
+        environment[gloo.INTERFACE] = leads
+    joined.join(found, Joining(rank, world, store, timeout, False, found.hub(world, timeout)))
 
 
-def _fastest(local: int) -> str:
-    """The backend of GPUs if each of ``local`` ranks has one, else that of processes."""
-    own = BACKENDS.own.values()
-    if torch.cuda.is_available():
-        gpus = [
-            b for b in own if b.device != "cpu" and not b.shares_devices and not b.available(local)
-        ]
-        if gpus:
-            return gpus[0].name
-    return USUAL_PROCESSES
+def _usual(local: int) -> str:
+    """The backend of MPI under an ``mpirun``, that of GPUs if each of ``local`` ranks has one, else
+    that of processes.
+    """
+    own, usual = BACKENDS.own.values(), BACKENDS[USUAL_PROCESSES]
+    if _TORCHRUN[0] not in os.environ and any(rank in os.environ for rank, _ in _MPI):
+        return next((b for b in own if b.mpirun), usual).name
+    gpus = [b for b in own if b.device != "cpu" and not b.shares_devices]
+    fits = (b for b in gpus if torch.cuda.is_available() and not b.available(local))
+    return next(fits, usual).name
 
 
 def _meeting(timeout: float) -> tuple[int, int, dist.Store]:
@@ -295,9 +286,8 @@ def _end_mpi() -> None:
 def _interface_to(address: str) -> str | None:
     """The network interface that leads to ``address``; gloo would take that of the host's name."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[
-            0
-        ]
+        first, *_ = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = first
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # sends nothing: only chooses the route
             own = probe.getsockname()[0]

@@ -267,6 +267,18 @@ def test_lower_precision_recomputation_and_offload_are_words() -> None:
     assert built.run(STEPS, ranks=2).losses == pytest.approx(losses, rel=0.1)
 
 
+@pytest.mark.parametrize("backend", ["in_memory", "gloo"])
+def test_a_model_on_meta_is_trained_and_has_values_afterwards(backend: str) -> None:
+    built = Training(model().to("meta"), LOSS, loader()).optimizer("adamw", lr=1e-2)
+    with pytest.raises(ValueError, match="needs its values"):
+        built.strategy("ddp").backend(backend).run(1, ranks=2)
+    result = built.strategy("zero3").run(20, ranks=2)
+    assert not any(p.is_meta for p in result.model.parameters())
+    assert result.losses[-1] < result.losses[0]
+    inputs, targets = batches(1)[0]
+    assert LOSS(result.model(inputs), targets) < result.losses[0]
+
+
 def test_a_rank_that_is_killed_ends_the_others() -> None:
     def deadly(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if torch.distributed.get_rank() == 1:

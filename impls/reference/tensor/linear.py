@@ -209,7 +209,7 @@ class ParallelSelfAttention(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """The attention of this rank's heads, then the sum over ranks."""
         parts = (self.query(inputs), self.key(inputs), self.value(inputs))
-        heads = [part.unflatten(-1, (-1, self.head)).transpose(-2, -3) for part in parts]
-        attended = F.scaled_dot_product_attention(*heads, is_causal=self.causal)
+        q, k, v = (part.unflatten(-1, (-1, self.head)).transpose(-2, -3) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         whole: Tensor = self.out(attended.transpose(-2, -3).flatten(-2))
         return whole
