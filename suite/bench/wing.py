@@ -87,7 +87,7 @@ class Bench(Wing):
         """Add ``bench``."""
         from shardproof.bench import command
 
-        short = "Time pairs of implementations, or scaling."
+        short = "Measure how fast implementations are, and how they scale."
         app.add_typer(command.app, name="bench", short_help=short)
 
     def verify(self, run: Any) -> Iterable[str]:

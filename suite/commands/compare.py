@@ -39,7 +39,9 @@ class ShownOptions:
     only_changed: bool = option(False, "--only-changed", help="hide equal and undecided rows")
     save: Path | None = output_option("--save", "write the runs as one baseline")
     force: bool = option(False, "--force", help="let --save replace an existing FILE")
-    into: Path | None = output_option("--into", "put the Markdown between FILE's results markers")
+    into: Path | None = output_option(
+        "--into", "put the Markdown between the comments hardware:begin and hardware:end of FILE"
+    )
 
     def check(self) -> None:
         """:raises SelectionError: options that exclude each other."""

@@ -25,7 +25,10 @@ def report(
     run: options.Run = None,
     form: Annotated[Format, typer.Option("--format", help="form of the report")] = "table",
     into: Annotated[
-        Path | None, options.output("--into", "put the Markdown between FILE's markers")
+        Path | None,
+        options.output(
+            "--into", "put the Markdown between the comments results:begin and results:end of FILE"
+        ),
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="print every row, instead of one per system")
@@ -104,9 +107,9 @@ def verify(run: options.Run = None) -> None:
     \b
     Exit codes: 0 every verdict holds
                 1 a planned case is missing, a byte was changed, a record gives
-                  another verdict than the run states, or a package of its
-                  backends or strategies is not installed; a message names case
-                  and file
+                  another verdict than the run states, or a Python package
+                  that its backends or strategies need is not installed; a
+                  message names case and file
                 2 an archive is damaged, or not safe to unpack
                 3 nothing was judged
 

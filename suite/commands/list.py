@@ -125,9 +125,10 @@ def list_(
     each line has five columns, separated by tabs: trigger, feature, cases of the quick tier, cases
     of the full tier, and the reason if there are none.
 
-    Without filters, a pair that has neither a case nor a reason is open, and the exit code is 1.
-    The last line (piped: on stderr) shows the share of combinations of three conditions that some
-    case meets. With filters, pairs without a case do not change the exit code.
+    A pair that has neither a case nor a reason is open. If a pair is open and there are no filters,
+    the exit code is 1. The last line (on stderr if the output is piped) counts the possible
+    combinations of three conditions (states, traits, optimizers, events and features) and shows
+    the share that at least one case has.
 
     \b
     shardproof list impls

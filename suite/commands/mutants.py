@@ -25,7 +25,7 @@ class HowPlanted(options.Output):
         None, "--impl", metavar="P", help="glob on faults or their parents"
     )
     tier: options.TierName = option(
-        "full", "--tier", help="quick: faults cut by --budget do not make the command fail"
+        "full", "--tier", help="quick: succeed even if --budget leaves no time for some faults"
     )
     depth: Literal["family"] | None = option(
         None, "--depth", help="family: judge costs by bounds; any failing check catches a fault"
@@ -43,14 +43,15 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     """Plant every fault: its check must fail, and without the fault the same case must pass.
 
     A fault changes one implementation, its parent. Prints a line for each system with faults, and
-    every fault that survives: the check named for it did not fail. With -v, prints the kill matrix,
-    fault x check. If a fault survives, the exit code is 1.
+    every fault that survives. A fault survives if the check named for it does not fail; then the
+    exit code is 1. With -v, prints the kill matrix, fault x check.
 
     With --campaign N, each fault is planted in up to N random cases of its parent, in the order of
-    `run --campaign`, until a check fails that the parent passes. The output shows the share of
-    faults caught after 1, 2, ... N cases. This only measures: a fault that survives does not change
-    the exit code; a parent that fails does. --seed also sets the order of the faults, so those that
-    fit into --budget are a random sample. `kills-by-n.json` in the run folder holds the results.
+    `run --campaign`, until a check that the parent passes fails with the fault. The output shows
+    the share of faults caught after 1, 2, ... N cases. This only measures: a fault that survives
+    does not change the exit code; a parent that fails does. --seed also sets the order of the
+    faults, so those that fit into --budget are a random sample. `kills-by-n.json` in the run folder
+    holds the results.
 
     \b
     shardproof mutants

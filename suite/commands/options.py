@@ -120,13 +120,17 @@ Impl = Annotated[
 BackendOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--backend", metavar="B", help="see `list backends`; most also run other backends' cases"
+        "--backend",
+        metavar="B",
+        help="run on this backend (`list backends`); most also run the cases of other backends",
     ),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]
 Expression = Annotated[
     str,
-    typer.Option("-k", metavar="EXPR", help="words of ids; and, or, not, ( ) as in pytest"),
+    typer.Option(
+        "-k", metavar="EXPR", help="words of ids, joined by `and`, `or`, `not` and ( ) as in pytest"
+    ),
 ]
 Tier = Annotated[TierName, typer.Option("--tier", help="the quick subset, or all cases")]
 Seed = Annotated[
@@ -342,7 +346,7 @@ class Filters:
     like: str = option(
         *("", "--like"),
         metavar="P",
-        help="run your class in the cases, and with the options, of systems that match this glob",
+        help="run your class in the cases of the systems that match this glob, with their options",
     )
     expression: Expression = ""
     tier: Tier = "quick"

@@ -60,11 +60,11 @@ def run(
     shardproof run                                      the quick cases
     shardproof run --tier full                          everything
     shardproof run ddp-gpt --backend gloo --world 4     one part
-    shardproof run --backend mpi                        other backends' cases
+    shardproof run --backend mpi                        cases of other backends, on MPI
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
     shardproof run ddp-gpt --impl mine:MyDDP            your own class
-    shardproof run --impl mine:MyZero1 --depth layout   exact bytes of our ZeRO-1
-    shardproof run --impl mine:MyZero1 --like 'reference/zero1*'   its cases
+    shardproof run --impl mine:MyZero1 --depth layout   demand the bytes of reference/zero1
+    shardproof run --impl mine:MyZero1 --like 'reference/zero1*'   in the cases of reference/zero1
     shardproof run --campaign 200 --seed 7              200 random cases
     shardproof run --campaign 50 --impl '*/fsdp*'       50 random cases of FSDP
     shardproof run --impl mine:MyDDP -x                 stop at the first failure

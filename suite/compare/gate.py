@@ -134,9 +134,9 @@ class Gate:
             "not comparable": len(comparison.apart),
         }
         told = ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "passed")
-        share = f"{self.share:.0%} of the results that the baseline decided are decided here"
+        share = f"{self.share:.0%} of the results with a verdict in the baseline have one here"
         if self.decided and not self.due:
-            share = "the baseline decided none of them"
+            share = "none of them has a verdict in the baseline"
         return (
             f"{head}: {counted['breaks']} break, {counted['reported']} reported, "
             f"{counted['excused']} excused; "

@@ -47,7 +47,9 @@ _SAME = (RESULTS, "results/", "/results", "results", "**/results/")
 
 
 def init(
-    impl: Annotated[str, typer.Argument(metavar="IMPL", help="package.module:Class, or a name")],
+    impl: Annotated[
+        str, typer.Argument(metavar="IMPL", help="package.module:Class, or a name of `list impls`")
+    ],
     into: Annotated[Path, typer.Option("--into", metavar="DIR", help="the repository")] = Path(),
     install: Annotated[
         str | None,

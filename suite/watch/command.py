@@ -76,8 +76,9 @@ class Watched:
             "--standstill",
             metavar="S",
             min=1,
-            help="stop all ranks after S seconds in which none computes, enters or leaves a call; "
-            "after 10 seconds if all wait for one another, in calls or in backward()",
+            help="stop all ranks when, for S seconds, no rank computes and none enters or "
+            "leaves a collective; 10 seconds are enough if all wait for one another, in "
+            "collectives or in backward()",
         ),
     ] = 60.0
     results: Annotated[
@@ -142,9 +143,9 @@ def watch(
 
     \b
     Sees:
-    - initial parameters, gradients, optimizer state and parameters that differ
-      between ranks (checksums of their bits at steps 1 to 3, then at every K-th
-      step, and at the end)
+    - parameters that differ between ranks at the start; later gradients,
+      optimizer state and parameters that differ (checksums of their bits at steps 1 to 3,
+      then at every K-th step, and at the end)
     - learning rates and other hyperparameters that differ between ranks
     - values that are not finite
     - collectives whose order or shape differs between ranks
@@ -161,7 +162,7 @@ def watch(
     Exit codes: 0 all compared values are equal
                 1 a fault, a crash or a hang
                 2 bad input
-                3 nothing was compared, or not the last steps of each optimizer
+                3 nothing was compared, or the last steps of some optimizer were not
               130 Ctrl-C
     """
     raise typer.Exit(_judged(how.judge, script) if how.judge is not None else _run(script, how))

@@ -393,7 +393,7 @@ def test_the_share_is_of_what_the_baseline_decided_alone(gate: Judge) -> None:
     assert found.exit_code == verdicts.NOT_DECIDED
     found = gate(old[:9], new[:9])
     assert found.exit_code == verdicts.HELD
-    assert found.sentence().endswith("9 passed; the baseline decided none of them")
+    assert found.sentence().endswith("9 passed; none of them has a verdict in the baseline")
 
 
 def test_what_is_missing_or_not_comparable_was_not_decided_again(gate: Judge) -> None:

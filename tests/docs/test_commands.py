@@ -57,6 +57,7 @@ ELSEWHERE = {
     "python -m shardproof.cluster.*": ("launches", "tests/cluster/test_judged.py"),
     "shardproof init *": ("launches", "tests/commands/test_init.py"),
     "shardproof checkpoint *": ("launches", "tests/commands/test_checkpoint_command.py"),
+    "shardproof estimate *": ("test", "tests/estimate: formulas only"),
     "shardproof merge *": ("test", "tests/runs/test_shards.py: needs the parts of four machines"),
     "shardproof compare results/here results/there": ("clusters", "tests/cluster/test_cluster.py"),
     "shardproof run --rerun-failed *": ("test", "tests/commands/test_rerun.py: needs failures"),

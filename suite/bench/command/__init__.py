@@ -40,7 +40,7 @@ app = typer.Typer(
     cls=ByWhatIsTimed,
     result_callback=run,
     rich_markup_mode=None,
-    help="""Time pairs of implementations, one rank against many, checkpoints, and collectives.
+    help="""Measure how fast implementations, checkpoints and collectives are, and how they scale.
 
     \b
     shardproof bench reference/ddp pytorch/ddp --size 20m --world 2
@@ -98,7 +98,7 @@ def pair(
     return of_pair(names, given, how, of_steps, Passes(not of_steps.no_memory, of_steps.score))
 
 
-@app.command(SPEED, cls=OfOneKind, short_help="Pairs of speed scenarios.")
+@app.command(SPEED, cls=OfOneKind, short_help="Pairs of implementations, from speed scenarios.")
 @options.grouped()
 def speed(
     names: Names = None, *, selected: asked.Selected, how: asked.How, of_steps: asked.OfSteps

@@ -1,4 +1,4 @@
-"""What a scenario itself expects of memory (``expect.memory``): bytes by class, and a ratio.
+"""Expected memory of a scenario (``expect.memory``): bytes of each class of tensor, and a ratio.
 
 Each figure is that of the rank that holds most: bytes of state after the last update,
 ``activations`` and ``peak`` (of all classes at once) at their largest in the last step.  ``ratio``
