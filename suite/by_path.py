@@ -50,7 +50,7 @@ def at_path(path: str) -> Any:
     """
     module, _, name = path.partition(":")
     if not module or not name:
-        raise CannotImport("is no path of the form package.module:name or file.py:name")
+        raise CannotImport("is not of the form package.module:name or file.py:name")
     return attribute(import_module(module), name)
 
 
@@ -80,7 +80,7 @@ def import_module(name: str) -> ModuleType:
         with _ONE_BY_ONE:  # ranks that are threads, as Python's own imports are
             return _load_file(Path(name)) if is_file(name) else importlib.import_module(name)
     except LoadedSoFar:
-        what = "calls prove() when it is imported, which ranks do"
+        what = "calls prove() while ranks import it"
         raise CannotImport(f"{what}: put the call under {GUARD}") from None
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
@@ -101,7 +101,7 @@ def _load_file(path: Path) -> ModuleType:
     name = _from_here(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"no Python file: {path}")
+        raise ImportError(f"{path} is not a Python file")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # where a program finds what lies beside it
     module = sys.modules[name] = _of_files[path] = importlib.util.module_from_spec(spec)
@@ -150,9 +150,9 @@ def is_module(name: str) -> bool:
 def no_module(name: str) -> str:
     """The remedy where :func:`is_module` finds none."""
     if is_file(name):
-        return f"no file {name!r} here: check the path"
+        return f"there is no file {name!r} here: check the path"
     package = name.partition(".")[0]
-    return f"no module {package!r} here or installed: check the name and PYTHONPATH"
+    return f"there is no module {package!r} here or installed: check the name and PYTHONPATH"
 
 
 def program() -> str:

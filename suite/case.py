@@ -27,12 +27,12 @@ MOST_RANKS, MOST_OF_A_CASE = 1 << 12, 1 << 20
 
 def _bounded_count(value: int) -> None:
     if not 0 <= value <= MOST_OF_A_CASE:
-        raise ValueError(f"{value:,} is beyond {MOST_OF_A_CASE:,}")
+        raise ValueError(f"{value:,} is not in 0 to {MOST_OF_A_CASE:,}")
 
 
 def _bounded_mesh(sizes: Mapping[str, int]) -> None:
     if min(sizes.values(), default=1) < 1 or math.prod(sizes.values()) > MOST_RANKS:
-        raise ValueError(f"no mesh of 1 to {MOST_RANKS:,} ranks")
+        raise ValueError(f"a mesh must have 1 to {MOST_RANKS:,} ranks")
 
 
 #: As stored, no larger than a case can be.

@@ -270,13 +270,13 @@ class Subgroup(Comm):
         if name in ("group", "_tags"):
             raise OutsideSubgroup(
                 f"rank {dist.get_rank()} is not in the sub-group {list(self.ranks)}: "
-                "ask contains(rank) before a call"
+                "check contains(rank) before each call"
             )
         raise AttributeError(name)
 
 
 def _no_meeting(ranks: Sequence[int], own: int, place: str, text: str) -> None:
-    raise RuntimeError(f"{text}: this rank did not join by shardproof.backends.join")
+    raise RuntimeError(f"{text}: this rank did not join through shardproof.backends.join")
 
 
 #: Waits until all global ``ranks`` say ``text`` at ``place``, or raises who will not; ``own`` is
@@ -327,7 +327,7 @@ class Mesh:
         self.ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
         if world != len(self.ranks):
             shape = " x ".join(f"{a}={n}" for a, n in self.axes.items())
-            raise ValueError(f"mesh {shape} has {world} ranks, the group {len(self.ranks)}")
+            raise ValueError(f"mesh {shape} has {world} ranks, but the group has {len(self.ranks)}")
         self.device = device
         self.world = world
         self.rank = dist.get_rank()
@@ -357,8 +357,8 @@ class Mesh:
             return self._comms[axes]
         except KeyError:
             known = ", ".join("+".join(names) for names in self._comms)
-            what = f"no group along {'+'.join(axes)}; this mesh has: {known}"
-            remedy = "Mesh.subgroup(ranks) gives one of any ranks of the mesh"
+            what = f"there is no group along {'+'.join(axes)}; this mesh has: {known}"
+            remedy = "Mesh.subgroup(ranks) makes a group of any ranks of the mesh"
             raise KeyError(f"{what}; {remedy}") from None
 
     def subgroup(self, ranks: Sequence[int]) -> Subgroup:
@@ -398,13 +398,13 @@ class Mesh:
         wrong = [rank for rank in ranks if type(rank) is not int or rank not in self.ranks]
         if wrong:
             there = ", ".join(map(str, self.ranks))
-            raise ValueError(f"{given}: {wrong[0]!r} is no rank of this mesh, which has {there}")
+            raise ValueError(f"{given}: {wrong[0]!r} is no rank of this mesh; valid: {there}")
         if twice := [rank for rank in set(ranks) if list(ranks).count(rank) > 1]:
             raise ValueError(f"{given}: rank {min(twice)} is given twice")
         if list(ranks) != sorted(ranks):
-            raise ValueError(f"{given}: ranks must ascend, write {sorted(ranks)}")
+            raise ValueError(f"{given}: list ranks in ascending order: {sorted(ranks)}")
         if self.rank not in self.ranks:
-            raise ValueError(f"{given}: rank {self.rank} is not on this mesh: it has no groups")
+            raise ValueError(f"{given}: rank {self.rank} is not on this mesh")
         return tuple(ranks)
 
     def _differing(self, ranks: Sequence[int]) -> str:

@@ -49,8 +49,8 @@ def open_input(path: Path) -> BinaryIO:
     :raises SelectionError: it is none.
     """
     if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: that waits for a pipe's writer
-        remedy = "name a file, or copy what it holds into one"
-        raise SelectionError(Problem("is no regular file", remedy, file=str(path)))
+        remedy = "name a regular file, or copy the contents into one"
+        raise SelectionError(Problem("is not a regular file", remedy, file=str(path)))
     return path.open("rb")
 
 
@@ -65,7 +65,9 @@ def read_input(path: Path, most: int = MOST_BYTES) -> bytes:
         while len(data) <= most and (part := file.read(min(_PART, most + 1 - len(data)))):
             data += part
     if len(data) > most:
-        raise SelectionError(Problem(f"is over {most >> 20} MiB", "name another", file=str(path)))
+        raise SelectionError(
+            Problem(f"exceeds {most >> 20} MiB", "name another file", file=str(path))
+        )
     return bytes(data)
 
 
@@ -77,8 +79,8 @@ def lines_of(path: Path) -> Iterator[bytes]:
     with open_input(path) as file:
         while line := file.readline(MOST_LINE + 1):
             if len(line) > MOST_LINE:
-                what = f"has a line of over {MOST_LINE >> 20} MiB"
-                raise SelectionError(Problem(what, "take a whole copy", file=str(path)))
+                what = f"has a line of more than {MOST_LINE >> 20} MiB"
+                raise SelectionError(Problem(what, "copy the whole run again", file=str(path)))
             yield line
 
 
@@ -89,7 +91,7 @@ def why_not_writable(path: Path) -> str:
         if target.is_dir():
             return os.strerror(errno.EISDIR)
         if target.is_fifo():
-            return "is a pipe: its reader may never come"
+            return "is a pipe, which may never have a reader"
         if not target.exists() or target.is_file():
             place = next(parent for parent in target.parents if parent.exists())
             tempfile.TemporaryFile(dir=place).close()

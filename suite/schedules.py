@@ -49,8 +49,8 @@ class Action(NamedTuple):
         match = re.fullmatch(r"([A-Z]+)(\d+)@(\d+)", text.strip())
         if match is None or match[1] not in (*COMPUTE, *MESSAGES):
             raise ValueError(
-                f"{text!r} is not an action; write e.g. F0@1 (micro-batch 0, stage 1), with one of "
-                f"{', '.join((*COMPUTE, *MESSAGES))}"
+                f"{text!r} is not an action; write e.g. F0@1 (F of micro-batch 0, stage 1); "
+                f"actions: {', '.join((*COMPUTE, *MESSAGES))}"
             )
         return cls(match[1], int(match[3]), int(match[2]))
 
@@ -276,7 +276,7 @@ def _cycle(schedule: Schedule, at: Sequence[int]) -> str:
         if left:
             made = [a for a in left[1:] if a.op in _BEFORE[needed.op] and a[1:] == needed[1:]]
             ways.append(f"{[*made, needed][0]} before {left[0]} on rank {sender}")
-    remedy = f"; it would take {' or '.join(ways)}" if ways else ""
+    remedy = f"; to resolve it, do {' or '.join(ways)}" if ways else ""
     return f"deadlock: {'; '.join(waits)}{remedy}"
 
 
@@ -301,7 +301,7 @@ def _shape(schedule: Schedule) -> list[str]:
     faults = []
     for stage, rank in enumerate(schedule.place):
         if not 0 <= rank < schedule.ranks:
-            faults.append(f"stage {stage} lies on rank {rank} of {schedule.ranks}")
+            faults.append(f"stage {stage} is on rank {rank}, but there are {schedule.ranks} ranks")
     for rank, stages in enumerate(schedule.chunks if not faults else ()):
         if not stages:
             faults.append(f"rank {rank} has no stage")

@@ -200,7 +200,7 @@ def registered(name: str) -> Strategy:
     """
     points = entry_points(GROUP)[name]
     if name in in_tree():
-        raise broken(name, "has the name of one of the suite's strategies")
+        raise broken(name, "has the same name as a strategy of the suite")
     if len(points) > 1:
         raise broken(name, "is registered twice")
     try:

@@ -67,13 +67,13 @@ def load(path: Path) -> Any:
         data = bytearray(os.fstat(file.fileno()).st_size)
         size = file.readinto(data)
     if size < _HEAD.size:
-        raise DamagedFile(f"{path}: {size} bytes are too few")
+        raise DamagedFile(f"{path}: the file is too short ({size} bytes)")
     magic, index_size, data_size = _HEAD.unpack_from(data)
     if magic != _MAGIC:
-        raise DamagedFile(f"{path}: no file of tensors (starts with {bytes(magic)!r})")
+        raise DamagedFile(f"{path}: not a file of tensors (starts with {bytes(magic)!r})")
     start = _HEAD.size + index_size
     if start + data_size != len(data):
-        raise DamagedFile(f"{path}: {len(data)} bytes, its header says {start + data_size}")
+        raise DamagedFile(f"{path}: {len(data)} bytes, but its header says {start + data_size}")
     try:
         tree = read_fast_json(bytes(data[_HEAD.size : start]))
         return _Reader(data, start).decode(tree)

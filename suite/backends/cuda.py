@@ -52,8 +52,8 @@ def available(world: int = 1, shared: bool = False) -> str | None:
         return None
     present = f"{there} GPU{'s' if there > 1 else ''}" if there else "no GPU"
     wanted = "at least one GPU" if shared else f"a GPU for each of {world} rank(s)"
-    remedy = "" if there else ": run it where `nvidia-smi` lists one, with a torch for CUDA"
-    return f"needs {wanted}, this machine has {present}{remedy}"
+    remedy = "" if there else ": run where `nvidia-smi` lists a GPU, with a torch for CUDA"
+    return f"needs {wanted}, but this machine has {present}{remedy}"
 
 
 def identity() -> str:

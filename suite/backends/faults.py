@@ -125,7 +125,7 @@ class Injection:
             os._exit(EXIT_CODE)
         elif fault.kind == "raise":
             where = f"step {fault.step}, {fault.phase}"
-            raise InjectedFault(f"a fault plan raises this in rank {fault.rank}: {where}")
+            raise InjectedFault(f"the fault plan raises this error on rank {fault.rank}: {where}")
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 

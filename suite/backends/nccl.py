@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 #: What to do where ranks outnumber GPUs.
-REMEDY = "take the backend gloo_cuda, whose ranks share GPUs, or as few ranks as there are GPUs"
+REMEDY = "choose the backend gloo_cuda, whose ranks share GPUs, or at most one rank per GPU"
 
 _ADDS = ("sum", "avg", "min", "max", "product")
 
@@ -57,7 +57,7 @@ class Nccl(TorchBackend):
         reason = super().available(world)
         if reason is None or super().available(1) is not None:
             return reason
-        return f"{reason}: it refuses two ranks on one GPU; {REMEDY}"
+        return f"{reason}; NCCL refuses two ranks on one GPU: {REMEDY}"
 
     def join(self, joining: Joining) -> None:
         """As every backend of torch.

@@ -70,7 +70,7 @@ def _loaded(name: str) -> Backend:
     else:
         fault = _fault(name, kind)
     if len(points) > 1:
-        fault = "is one of two that have this name"
+        fault = "shares this name with the backend of another package"
     if not fault:
         return kind()
     owner = f"{dist.name} {dist.version}" if (dist := points[0].dist) else "an unknown package"
@@ -86,4 +86,4 @@ def _fault(name: str, kind: object) -> str:
     if lacking := sorted(kind.__abstractmethods__):
         return f"does not define {', '.join(lacking)}"
     own = getattr(kind, "name", None)
-    return "" if own == name else f"has name = {own!r}, which must be that of its entry point"
+    return "" if own == name else f"has name = {own!r}, not the name of its entry point"

@@ -129,7 +129,7 @@ def rows(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor
     count = tensor.shape[0]
     if splits:
         if len(splits) != size or sum(splits) != count:
-            raise ValueError(f"split sizes {list(splits)} do not fit {count} rows for {size} ranks")
+            raise ValueError(f"split sizes {list(splits)} must be {size} numbers with sum {count}")
         return list(tensor.detach().split(list(splits)))
     if count % size:
         raise ValueError(f"{count} rows cannot be cut into {size} equal parts")
@@ -189,7 +189,7 @@ def check(request: Request, size: int, rank: int) -> None:
         numbers = dtype.is_floating_point or dtype.is_complex
         unordered = dtype.is_complex and request.reduce in ("min", "max")
         if unordered or (numbers and request.reduce in _BITS):
-            raise ValueError(f"{request.text()}: {_name(dtype)} has no {request.reduce}")
+            raise ValueError(f"{request.text()}: {_name(dtype)} does not support {request.reduce}")
     gives, takes = request.inputs, request.outputs
     if operation in ("all_gather", "gather") and (operation == "all_gather" or rank == root):
         _check_parts(request, takes, [item[0] for item in gives], size, rank)
@@ -208,11 +208,13 @@ def _check_parts(
     """``lists`` have a part for each rank, and the caller's is as ``own``."""
     if len(lists) != len(own) or any(len(parts) != size for parts in lists):
         counts = ", ".join(str(len(parts)) for parts in lists) or "none"
-        raise ValueError(f"{request.text()}: {counts} tensors for a group of {size}")
+        raise ValueError(f"{request.text()}: {counts} tensors given for a group of {size} ranks")
     for parts, one in zip(lists, own, strict=True):
         dtypes = {_name(t.dtype) for t in (*parts, one)}
         if len(dtypes) > 1:
-            raise ValueError(f"{request.text()}: {' and '.join(sorted(dtypes))} in one call")
+            raise ValueError(f"{request.text()}: its tensors mix {' and '.join(sorted(dtypes))}")
         if parts[rank].numel() != one.numel():
-            sizes = f"{one.numel()} elements of this rank in a part of {parts[rank].numel()}"
+            sizes = (
+                f"this rank's {one.numel()} elements do not fit its part of {parts[rank].numel()}"
+            )
             raise ValueError(f"{request.text()}: {sizes}")

@@ -85,10 +85,10 @@ def of(run: Run) -> list[Timed]:
         try:
             lines.append(Timed.from_dict({k: v for k, v in line.items() if k != "kind"}))
             if not all(each > 0 for each in lines[-1].medians.values()):
-                raise ValueError("a time that is not positive")
+                raise ValueError("a time is not positive")
         except DAMAGE as error:
             what = f"a line about collectives cannot be read: {error}"
-            remedy = "`shardproof verify` says whether the run was changed"
+            remedy = "run `shardproof verify` to see whether the run was changed"
             file = str(run.path / "cases.jsonl")
             raise SelectionError(Problem(what, remedy, str(line["id"]), file)) from None
     return lines

@@ -156,7 +156,7 @@ def load_times(path: Path) -> list[stats.TimedStep]:
     try:
         return [stats.TimedStep(**row) for row in read_table(path).to_pylist()]
     except (pa.ArrowException, OSError, TypeError, ValueError) as error:
-        raise RecordError(f"{path}: no readable times: {error}") from None
+        raise RecordError(f"{path}: the times cannot be read: {error}") from None
 
 
 def keep(folder: run_folder.RunFolder, measured: Measured) -> lines.PairLine | lines.CellLine:

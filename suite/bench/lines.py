@@ -406,7 +406,7 @@ def _read(kind: type[L], run: Run) -> list[L]:
         except pydantic.ValidationError as error:
             fault = error.errors()[0]
             what = f"a line about times cannot be read: {fault['loc']}: {fault['msg']}"
-            remedy = "`shardproof verify` says whether the run was changed"
+            remedy = "run `shardproof verify` to see whether the run was changed"
             file = str(run.path / "cases.jsonl")
             raise SelectionError(Problem(what, remedy, file=file)) from None
     return lines

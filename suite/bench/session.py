@@ -344,7 +344,7 @@ def _missing_for_cell(
 ) -> str:
     """Why a cell cannot run, one of whose axes is of ``growing``; empty: it can."""
     if not growing:
-        beside = f" beside {', '.join(cell.system.mesh)}" if cell.system.mesh else ""
+        beside = f" besides {', '.join(cell.system.mesh)}" if cell.system.mesh else ""
         return f"has no data axis{beside}, only {', '.join(declared.axes) or 'none'}"
     batch, shares = cell.workload.global_batch, cell.data_coordinates(cell.world)
     few = batch < shares and cell.world <= room.ranks
@@ -371,7 +371,7 @@ def in_order(group: list[Measured]) -> list[Measured]:
             sources.append(item)
         item.source = (explain or sources)[0]
         if not fitting and item.room is not None and item.room.of.startswith("GPU"):
-            why = f"alpha and beta are probed on 2 GPUs, this machine has {item.room.ranks}"
+            why = f"alpha and beta need 2 GPUs, this machine has {item.room.ranks}"
             item.problem = ("precondition", why)  # ranks never share a GPU
     broken = [item for item in group if item not in sound]
     return [*broken, *fitting, *refused]
@@ -389,14 +389,14 @@ def _has_links_of(source: Measured, item: Measured) -> bool:
 def _resident(measured: Measured) -> Memory | NoFigures:
     """Resident memory that each side added on its worst rank: advisory."""
     if not measured.sides:
-        return NoFigures(problem="one side cannot run on threads, where bytes are counted")
+        return NoFigures(problem="bytes are counted on threads, and one side cannot run there")
     added = {}
     for letter, side in measured.sides.items():
         if isinstance(side, NoFigures):
             return side
         added[letter] = side.resident_bytes
     if min(added.values()) <= 0:
-        return NoFigures(problem="a side added nothing to what was resident before its set-up")
+        return NoFigures(problem="the set-up of one side added no resident memory")
     return Memory(kind="resident", **added, ratio=added["a"] / added["b"])
 
 

@@ -51,8 +51,8 @@ def natural_mesh(axes: Sequence[str], world: int) -> dict[str, int]:
     """
     if able := growing(axes) or (axes if len(axes) == 1 else ()):
         return {able[0]: world}
-    remedy = "give its mesh, e.g. --mesh-b pipe=2"
-    raise SelectionError(Problem("no data axis to put the world on", remedy, ", ".join(axes)))
+    remedy = "give the mesh, e.g. --mesh-b pipe=2"
+    raise SelectionError(Problem("the system has no data axis", remedy, ", ".join(axes)))
 
 
 def spec_of(
@@ -90,8 +90,8 @@ def check(pair: Pair) -> None:
         registry.check(side.implementation)
         if side.mesh and math.prod(side.mesh.values()) != pair.world:
             shape = " x ".join(f"{axis}={n}" for axis, n in side.mesh.items())
-            remedy = f"axes must multiply to the world of {pair.world}"
-            raise SelectionError(Problem("the mesh does not fit the world", remedy, shape))
+            remedy = f"choose axis sizes with the product {pair.world}"
+            raise SelectionError(Problem("mesh and world do not match", remedy, shape))
     check_backend(pair.backend)
     if pair.dtype not in DTYPES:
         raise SelectionError(Problem("unknown dtype", nearest(pair.dtype, DTYPES), pair.dtype))
@@ -108,8 +108,8 @@ def check_backend(backend: str) -> None:
 def check_launches(subject: Subject) -> None:
     """:raises SelectionError: more launches than blocks."""
     if not 1 <= subject.launches <= subject.blocks:
-        remedy = f"at most one launch a block, here {subject.blocks}"
-        raise SelectionError(Problem("launches do not fit", remedy, str(subject.launches)))
+        remedy = f"choose 1 to {subject.blocks}: at most one launch per block"
+        raise SelectionError(Problem("launches: invalid number", remedy, str(subject.launches)))
 
 
 _NUMBER = re.compile(r"[-+]?[0-9]+$")
@@ -126,7 +126,7 @@ def parse_assignments(texts: Sequence[str], option: str) -> Options:
     for text in texts:
         key, equals, value = text.partition("=")
         if not (key and equals):
-            raise SelectionError(Problem(f"{option} takes key=value", "write key=value", text))
+            raise SelectionError(Problem(f"{option} needs a value", "write key=value", text))
         try:
             node = parse(f"value: {value}", option).plain()
         except ScenarioError as error:
@@ -137,7 +137,7 @@ def parse_assignments(texts: Sequence[str], option: str) -> Options:
         for parent in parents:
             inner = place.setdefault(parent, {})
             if not isinstance(inner, dict):
-                remedy = f"{parent} was given a value before"
+                remedy = f"give {parent} either a value or keys of its own"
                 raise SelectionError(Problem(f"{option}: two values for one key", remedy, text))
             place = inner
         place[last] = node["value"]
@@ -151,7 +151,7 @@ def parse_mesh(text: str, option: str) -> dict[str, int]:
         axis, _, size = part.partition("=")
         if axis not in names() or not _NUMBER.match(size):
             remedy = f"axes are {', '.join(names())}; write e.g. replicate=2,shard=2"
-            raise SelectionError(Problem(f"{option} takes axis=size", remedy, part))
+            raise SelectionError(Problem(f"{option} is not of the form axis=size", remedy, part))
         axes[axis] = int(size)
     return axes
 
@@ -322,7 +322,7 @@ def files(names: Sequence[str]) -> list[Path]:
         elif folder.is_dir():
             if not (inside := timed_files(folder)):
                 remedy = "name a file, or two implementations"
-                raise SelectionError(Problem("no timed scenarios", remedy, str(folder)))
+                raise SelectionError(Problem("no timed scenarios there", remedy, str(folder)))
             paths |= dict.fromkeys(inside)
         elif path.suffix in (".yaml", ".yml"):
             paths.setdefault(path)
@@ -350,8 +350,8 @@ def parse_parameters(text: str) -> int:
     count = round(float(match[1]) * _UNITS[match[2]]) if match else 0
     least = _SQUARES * HEAD**2
     if not least <= count <= _MOST:
-        remedy = f"write e.g. 20M, 200M or 1.5B: at least {least:,}"
-        raise SelectionError(Problem("--parameters takes a number", remedy, text))
+        remedy = f"write at least {least:,}, e.g. 20M, 200M or 1.5B"
+        raise SelectionError(Problem("--parameters: not a valid number", remedy, text))
     return count
 
 
@@ -366,8 +366,8 @@ def sized(pairs: Sequence[Pair], text: str) -> list[Pair]:
     changed = []
     for pair in pairs:
         if pair.action == "step" or pair.workload.name != WORKLOAD:
-            what = f"--parameters belongs to checkpoints of {WORKLOAD}"
-            raise SelectionError(Problem(what, "write `bench checkpoint`", pair.name))
+            what = f"--parameters is only for checkpoints of {WORKLOAD}"
+            raise SelectionError(Problem(what, "use `bench checkpoint`", pair.name))
         knobs = {**pair.workload.params, "width": width, "heads": width // HEAD, "layers": layers}
         workload = replace(pair.workload, params=knobs)
         changed.append(replace(pair, workload=workload, size=text))

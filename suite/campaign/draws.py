@@ -125,8 +125,8 @@ def variations_of(patterns: Sequence[str]) -> Variations:
     if not (own := _own(patterns)):
         return shipped()
     if len(own) < len(patterns):
-        remedy = "draw them in campaigns of their own"
-        raise SelectionError(Problem("--impl: classes and names together", remedy, own[0]))
+        remedy = "use one campaign for each of the two"
+        raise SelectionError(Problem("--impl mixes classes and names", remedy, own[0]))
     preflight.check(own)
     return of_ones_own(own)
 
@@ -168,8 +168,8 @@ def drawn_again(name: str, kind: str, draw: Callable[[int, int], Case]) -> Case 
         return None
     case = draw(int(found[2]), int(found[1]))
     if case.id != name:
-        remedy = "random cases of another version of the suite cannot be repeated"
-        raise SelectionError(Problem("no such case", remedy, name))
+        remedy = "use the version of the suite that drew the case"
+        raise SelectionError(Problem("this version draws no such case", remedy, name))
     return case
 
 
@@ -227,7 +227,9 @@ def own_system(name: str) -> System:
     try:
         declared = Declaration.of(registry.load(name), {})
     except Refused as error:
-        raise SelectionError(Problem(f"--impl: {error}", "give options defaults", name)) from error
+        raise SelectionError(
+            Problem(f"--impl: {error}", "give each option a default", name)
+        ) from error
     largest, several = known.LARGEST_WORLD, len(declared.axes) > 1
     most = declared.max_world or largest
     sizes = range(1, 3 if several or cutting("widths") in declared.axes else largest + 1)

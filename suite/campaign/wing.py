@@ -32,7 +32,7 @@ class Campaign(Wing):
 
         if (case := draws.by_id(name) or histories.by_id(name)) is None:
             remedy = "give the whole id that a campaign printed; -k ID selects a case of a scenario"
-            raise SelectionError(Problem("--case: not the id of a random case", remedy, name))
+            raise SelectionError(Problem("--case is not the id of a random case", remedy, name))
         return case
 
     def coverage(self, count: int, seed: int, impl: Sequence[str]) -> tuple[Coverage, str]:

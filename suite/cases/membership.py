@@ -138,7 +138,7 @@ class Membership:
         axes = dict(self._case.mesh)
         if ranks != tuple(range(self._case.world)):
             if len(axes) != 1:
-                raise ValueError(f"members can change on a mesh of one axis only, not {axes}")
+                raise ValueError(f"members can change only on a mesh with one axis, not {axes}")
             axes = dict.fromkeys(axes, len(ranks))
         device = backends.BACKENDS[self._case.backend].device
         return Mesh(axes, joint=joint_groups(axes), device=device, ranks=ranks)

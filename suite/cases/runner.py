@@ -225,7 +225,7 @@ def run_cases(
     results: list[CaseResult] = []
     again: list[Case] = []
     if len({case.id for case in cases}) != len(cases):
-        raise ValueError("two cases share one id")
+        raise ValueError("two cases have the same id")
     started: set[str] = set()
     begin = time.monotonic()
 

@@ -67,7 +67,7 @@ def prepare(
         if odd:
             term = odd[0]
             what = f"the loss term {term.name!r} of {case.workload.name} spans {term.scope!r}"
-            account.cannot_fit = f"{what}, but the system has no such sum (Capabilities.scopes)"
+            account.cannot_fit = f"{what}, which the system does not sum (Capabilities.scopes)"
         account.data_digest = workload.digest
     except workloads.WorkloadError as error:  # a user's own, which nobody has tried before
         account.cannot_fit = str(error)
@@ -112,8 +112,8 @@ def _why_not_in_this_lane(case: Case, declaration: Declaration) -> str:
     exact = declaration.exactness == "bitwise" and in_order and cutting("layers") not in case.mesh
     if case.lane == "bitwise" and (exact or case.world == 1):
         return ""
-    lanes = "lane fp64 (in lane bitwise where it declares equal bits); write lane: fp64"
-    return f"lane {case.lane!r}: what {case.system} loses is emulated, and compared in {lanes}"
+    lanes = "lane fp64 (or bitwise, if it declares equal bits): write lane: fp64"
+    return f"lane {case.lane!r}: {case.system} is compared with an emulation, which needs {lanes}"
 
 
 def _why_it_cannot_fit(
@@ -129,7 +129,7 @@ def _why_it_cannot_fit(
         return ""
     asks = f"axis {axis!r} of {case.mesh[axis]} ranks asks for {stages} stages"
     has = f"{case.workload.name} has {units} units (layers)"
-    return f"{asks}, but {has}: a stage needs one at least; valid: up to {units} stages"
+    return f"{asks}, but {has}: each stage needs at least one; valid: up to {units} stages"
 
 
 # ----------------------------------------------------------------------------------- the case

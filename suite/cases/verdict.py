@@ -83,7 +83,7 @@ def _decided(account: Account) -> CaseResult:
             return _apply_xfail(case, "fail", message)
         if case.is_borrowed and case.precision and account.declaration is not None:
             reason = _excluded(account.declaration, account)
-            return _result(case, "skip", reason or f"takes no such policy: {message}")
+            return _result(case, "skip", reason or f"refuses the precision: {message}")
         error = RankOutcome(rank=0, status="raised", error_type=kind, message=message)
         return _refused(case, [error])
     assert account.declaration is not None

@@ -202,10 +202,10 @@ def _same_course(base: Evidence, other: Evidence, step: int) -> None:
     shares = ({own.share: own.samples for own in ranks} for ranks in steps)
     seen, now = (sorted(n for samples in own.values() for n in samples) for own in shares)
     if seen != now:
-        raise Differs(f"step {step} has samples {now[:4]}... after the load, {seen[:4]}... without")
+        raise Differs(f"step {step} has samples {now[:4]}... after the load, not {seen[:4]}...")
     was, scale = (ranks[0].metrics.get("scale") for ranks in steps)
     if was != scale:
-        what = f"it is {scale:g} at step {step}, {was:g} without a load"
+        what = f"expected {was:g} at step {step}, it is {scale:g}"
         raise Differs(f"the loss scale was not loaded: {what}")
 
 

@@ -166,7 +166,7 @@ def same_step(base: Evidence, other: Evidence, step: int, rows: list[ComparisonR
             if was != now and not (was != was and now != now):
                 raise numbers.Differs(f"{where}: the {name} is {now!r}, not {was!r}")
         if odd := [name for name, digest in one.draws.items() if two.draws.get(name) != digest]:
-            raise numbers.Differs(f"{where}: the RNG ({odd[0]}) is in another state")
+            raise numbers.Differs(f"{where}: the RNG ({odd[0]}) is in a different state")
     pair = Pair(base, other, numbers.bitwise, masters=True)
     for point, kind in MOMENTS:
         if not base.has(step, point):

@@ -83,10 +83,12 @@ def run(
     given = head.meant(in_head.run, words).params
     if given["resume"] or given["rerun_failed"]:
         if wanted.results is None:
-            raise SelectionError(Problem("no run to resume", "name it with --results", "--resume"))
+            raise SelectionError(Problem("no run to resume is named", "add --results", "--resume"))
         if fault:
-            what = "a resumed run keeps its cases"
-            raise SelectionError(Problem(what, "leave one of the two out", "--fault with --resume"))
+            what = "a resumed run keeps its cases, without a new fault"
+            raise SelectionError(
+                Problem(what, "leave out --fault or --resume", "--fault with --resume")
+            )
         needs = head.needs_of((), given["backend"], wanted)
         wanted = replace(wanted, all_packages=True)
         faults: dict[str, Any] | None = {}  # it may have such cases

@@ -77,8 +77,8 @@ def of_engine(info: Mapping[str, Any], version: Mapping[str, Any]) -> Iterator[F
     limits = {"--memory": "MemoryLimit", "--cpus": "CpuCfsQuota"}
     lacking = [option for option, key in limits.items() if not info.get(key)]
     whole = None if lacking else f"{cgroup}, limits of memory and of CPU time"
-    remedy = "boot with these controllers, or leave the options out"
-    yield _has("cgroup", whole, f"{cgroup}, without what {' and '.join(lacking)} need", remedy)
+    remedy = "enable these cgroup controllers at boot, or leave the options out"
+    yield _has("cgroup", whole, f"{cgroup}, without support of {' and '.join(lacking)}", remedy)
     yield _space(Path(str(info.get("DockerRootDir", ""))))
     runtime = "runtime nvidia" if "nvidia" in info.get("Runtimes", {}) else None
     remedy = "install the NVIDIA container toolkit, if nodes are to have GPUs"
@@ -109,7 +109,7 @@ def weather(ask: Ask, is_root: bool) -> Iterator[Finding]:
         yield Finding("tc", "note", "not installed", "install iproute2 to try what the kernel has")
         return
     if not is_root:
-        yield Finding("tc", "note", "not tried", "run as root: the test makes a network of its own")
+        yield Finding("tc", "note", "not tried", "run as root: the test makes a network namespace")
         return
     for name, words in _QDISCS.items():
         code, said = ask(

@@ -48,7 +48,7 @@ class Plan:
         """
         kind, *words = text.split(",")
         if kind not in KINDS:
-            raise _problem("no kind of fault", nearest(kind, KINDS, "kinds"), text)
+            raise _problem("unknown kind of fault", nearest(kind, KINDS, "kinds"), text)
         given = {word: word.partition("=")[::2] for word in words}
         wrong: object = "kind"  # which comes first, alone: a word may not say another
         try:
@@ -59,7 +59,7 @@ class Plan:
             wrong = error.errors()[0]["loc"][0]
         word = next(word for word, (name, _) in given.items() if name == wrong)
         remedy = f"write KIND,node=N,case=N,step=N,phase={'|'.join(_PHASES)},seconds=S"
-        raise _problem(f"{word!r} is not part of a fault", remedy, text)
+        raise _problem(f"{word!r} is not a valid part of a fault", remedy, text)
 
     def applied(
         self, cases: Sequence[Case], nodes: int, ranks_per_node: int, text: str = ""
@@ -70,18 +70,20 @@ class Plan:
         """
         text = text or str(self)
         if self.node >= nodes:
-            raise _problem(f"no node {self.node}", f"valid: 0 to {nodes - 1}", text)
+            raise _problem(f"there is no node {self.node}", f"valid: node=0 to {nodes - 1}", text)
         rank = self.node * ranks_per_node
         there = [c for c in cases if not c.skip and _on_nodes(c) and c.world > rank]
         if self.case > len(there):
-            what = f"{len(there)} cases have a rank on node {self.node}"
-            raise _problem(what, f"valid: case=1 to {len(there)}" if there else "others", text)
+            what = f"case={self.case}, but {len(there)} cases have a rank on node {self.node}"
+            raise _problem(
+                what, f"valid: case=1 to {len(there)}" if there else "choose other cases", text
+            )
         struck = there[self.case - 1]
         if not struck.steps:
             what = f"{struck.id} trains nothing and has no steps"
-            raise _problem(what, "choose another case=", text)
+            raise _problem(what, "choose a case= that trains a model", text)
         if self.step >= struck.steps:
-            what = f"{struck.id} has {struck.steps} steps, from 0"
+            what = f"{struck.id} has no step {self.step}"
             raise _problem(what, f"valid: step=0 to {struck.steps - 1}", text)
         fault = Fault(self.kind, rank, self.step, self.phase, (), seconds=self.seconds)  # type: ignore[arg-type]
         return [replace(c, fault=fault) if c is struck else c for c in cases]

@@ -26,10 +26,10 @@ PASSING_ON = {"ignore_unknown_options": True}
 SHARDPROOF = ("python3", "-m", "shardproof")
 #: Options of the command in the head that mean nothing there.
 _NOT_THERE = {
-    "on": "leave it out: leaders run in the head",
-    "junit": "leave it out: junit.xml is in the run folder",
-    "dry_run": "give it without `cluster`",
-    "again": "give it without `cluster`: nothing is trained",
+    "on": "leave it out: cases are judged in the head container",
+    "junit": "leave it out: the run folder holds junit.xml",
+    "dry_run": "run the command without `cluster`",
+    "again": "run the command without `cluster`: it trains nothing",
 }
 #: Names on the command line of parameters that have another one.
 _FLAGS = {"again": "from"}
@@ -53,7 +53,7 @@ def meant(command: Callable[..., object], words: Sequence[str]) -> Any:
 def refuse(option: str) -> NoReturn:
     """:raises SelectionError: ``option`` means nothing in the head."""
     flag = f"--{_FLAGS.get(option, option).replace('_', '-')}"
-    raise SelectionError(Problem(f"{flag} is not for clusters", _NOT_THERE[option], flag))
+    raise SelectionError(Problem(f"{flag} does not work in a cluster", _NOT_THERE[option], flag))
 
 
 def needs_of(names: Iterable[str] | None, backends: Any, wanted: Shape) -> Needs:

@@ -38,7 +38,7 @@ def memory(text: str) -> int:
 def cores(text: str) -> float:
     """Of ``2`` or ``0.5``."""
     if not re.fullmatch(r"\d{1,6}(\.\d{1,9})?", text) or float(text) < _LEAST_CORES:
-        raise typer.BadParameter(f"{text!r} is not a number of at least {_LEAST_CORES} cores")
+        raise typer.BadParameter(f"{text!r} is not valid: give {_LEAST_CORES} cores or more")
     if float(text) > (has := os.cpu_count() or 1):
         raise typer.BadParameter(f"{text!r} is more than the {has} cores of this machine")
     return float(text)
@@ -60,11 +60,11 @@ def slow_node(text: str) -> tuple[int, Caps]:
 
     found = re.fullmatch(r"(\d{1,2}):(cpus|bandwidth)=(\S+)", text)
     if found is None:
-        raise typer.BadParameter(f"{text!r} is neither N:cpus=C nor N:bandwidth=RATE")
+        raise typer.BadParameter(f"{text!r} is not of the form N:cpus=C or N:bandwidth=RATE")
     node, name, value = int(found[1]), found[2], found[3]
     if name == "bandwidth":
         if not (rate := bandwidth(value)):
-            raise typer.BadParameter(f"{value!r} does not slow it")
+            raise typer.BadParameter(f"{value!r} does not slow the node: give a rate, e.g. 10mbit")
         return node, Caps(bits_per_second=rate)
     return node, Caps(cpus=cores(value))
 
@@ -152,7 +152,7 @@ class Shape:
         for flag, value in (("--bandwidth", self.bits_per_second), ("--delay", self.delay_ms)):
             if value is not None and self.nodes == 1:
                 what = "a cluster of one node sends nothing between nodes"
-                raise SelectionError(Problem(what, "choose --nodes 2, or leave it out", flag))
+                raise SelectionError(Problem(what, f"choose --nodes 2, or leave {flag} out", flag))
         delay = None if self.delay_ms is None else self.delay_ms / 1e3
         return Caps(self.cpus, self.memory_bytes, self.bits_per_second or None, delay)
 
@@ -161,10 +161,10 @@ class Shape:
         if self.slow is None:
             return {}
         node, caps = self.slow
-        what, remedy = f"there is no node {node}", f"nodes are 0 to {self.nodes - 1}"
+        what, remedy = f"there is no node {node}", f"valid: 0 to {self.nodes - 1}"
         if self.nodes == 1:
             what = "a single node cannot be slower than others"
-            remedy = "choose --nodes 2, or leave it out"
+            remedy = "choose --nodes 2, or leave --slow-node out"
         elif node < self.nodes:
             return {node: caps}
         raise SelectionError(Problem(what, remedy, "--slow-node"))

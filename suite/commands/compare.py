@@ -50,14 +50,12 @@ class ShownOptions:
             given["--only-changed"] = self.only_changed
             options.refuse(given, "--save writes a baseline and compares nothing", self.save)
             if not self.force and self.save.exists():
-                remedy = "--force replaces it, or give another name"
-                raise SelectionError(
-                    Problem("is there already", remedy, file=f"--save {self.save}")
-                )
+                remedy = "add --force to replace the file, or name another"
+                raise SelectionError(Problem("the file exists", remedy, file=f"--save {self.save}"))
         elif self.force:
-            raise SelectionError(Problem("--force belongs to --save", "name --save FILE"))
+            raise SelectionError(Problem("--force needs --save", "add --save FILE"))
         elif self.into is not None and self.form not in ("table", "markdown"):
-            raise SelectionError(Problem("--into takes Markdown", "leave out --format", self.form))
+            raise SelectionError(Problem("--into is for Markdown", "leave out --format", self.form))
 
 
 @options.grouped()
@@ -91,8 +89,8 @@ def compare(
         shown = replace(shown, form="json")
     shown.check()
     if len(runs) < 2 and shown.by != "hardware" and shown.save is None:
-        remedy = "name two runs, or --save FILE, or --by hardware"
-        raise SelectionError(Problem("one run has nothing to compare with", remedy, runs[0]))
+        remedy = "name two runs, or add --save FILE or --by hardware"
+        raise SelectionError(Problem("only one run is named", remedy, runs[0]))
     snapshots = [baseline.load(name) for name in runs]
     raise typer.Exit(_save(snapshots, shown.save) if shown.save else _compare(snapshots, shown))
 
@@ -103,7 +101,7 @@ def _save(snapshots: list[Snapshot], path: Path) -> int:
     joined = replace(baseline.joined(snapshots), name=path.stem)
     if not (joined.cases or joined.timed):
         remedy = "name a run that has results"
-        raise SelectionError(Problem("--save: nothing was judged", remedy, snapshots[0].name))
+        raise SelectionError(Problem("--save: the run has no results", remedy, snapshots[0].name))
     baseline.save(joined, path)
     counts = (
         f"{len(joined.cases):,} cases, {len(joined.timed):,} timed, {len(joined.kills):,} faults"
@@ -204,13 +202,13 @@ def gate(
     from shardproof.compare.gate import judge
 
     if outputs.append and outputs.summary is None:
-        raise SelectionError(Problem("--append belongs to --summary", "name --summary FILE"))
+        raise SelectionError(Problem("--append needs --summary", "add --summary FILE"))
     policy_file = policies.read(policy)
     today = _day(on)
     before, old_doubts = _evidence(against, again=False)
     after, doubts = _evidence(run, again=verify)
     if doubts is None:
-        what = "is a baseline: it holds no evidence to judge"
+        what = "is a baseline, which has no records to judge"
         raise SelectionError(Problem(what, "name a run folder, an id or a bundle", file=run))
     policies.check(policy_file, before, after, max(today, _day(None)))
     named = [(before.name, text) for text in old_doubts or ()]
@@ -248,7 +246,7 @@ def _day(text: str | None) -> datetime.date:
     try:
         return datetime.date.fromisoformat(text)
     except ValueError:
-        raise SelectionError(Problem("--on: not a date", "write YYYY-MM-DD", text)) from None
+        raise SelectionError(Problem("--on is not a date", "write YYYY-MM-DD", text)) from None
 
 
 def _tell(gated: Gate, outputs: Outputs) -> None:

@@ -59,9 +59,9 @@ def _report(run: Run, form: Format, into: Path | None, rows: bool) -> None:
 
     if into is not None:
         if form == "html":
-            raise SelectionError(Problem("--into takes Markdown", "leave out --format", form))
+            raise SelectionError(Problem("--into is for Markdown", "leave out --format", form))
         if not run.cases:
-            problem = Problem("--into: nothing to put there", "name a run of cases", run.path.name)
+            problem = Problem("--into: the run has no cases", "name another run", run.path.name)
             raise SelectionError(problem)
         reports.insert(reports.markdown(run), into)
         echo(f"{into}: table of run {run.path.name}")

@@ -115,8 +115,8 @@ def _fitting(cases: Sequence[Case], declared: Mapping[str, Sequence[str]]) -> li
         own = [case for case in chosen if case.implementation == name]
         odd = {case.id for case in own if axes and not set(case.mesh) <= set(axes)}
         if len(odd) == len(own):
-            remedy = "choose cases of such a mesh by -k, or another scenario"
-            raise SelectionError(Problem(f"no cell has the axes {', '.join(axes)}", remedy, name))
+            remedy = "choose other cases by -k, or another scenario"
+            raise SelectionError(Problem(f"no cell has a mesh of {', '.join(axes)}", remedy, name))
         if odd:
             fitting = f"{len(own) - len(odd)} of {len(own)} cells"
             echo(f"{name} declares the axes {', '.join(axes)}: {fitting} fit", err=True)

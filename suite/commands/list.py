@@ -157,7 +157,7 @@ def list_(
         _show((case.id, "") for case in filters.cases())
     elif not is_whole:
         names = " and ".join(f"`list {name}`" for name in _OF_CASES)
-        raise SelectionError(Problem(f"filters apply to {names} only", "leave them out", what))
+        raise SelectionError(Problem(f"filters apply to {names} only", "leave out filters", what))
     else:
         _show(LISTS[what]())
 

@@ -66,12 +66,12 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
 
     part, is_quick = session.part, how.tier == "quick"
     if how.campaign is None and how.seed is not None:
-        remedy = "leave it out: planted faults have fixed cases"
-        raise SelectionError(Problem("--seed belongs to --campaign", remedy, str(how.seed)))
+        remedy = "leave it out: without --campaign cases are fixed"
+        raise SelectionError(Problem("--seed needs --campaign", remedy, str(how.seed)))
     chosen = choose_mutants(how.impl or ["*"])
     if how.campaign is not None:
         given = {"--tier quick": is_quick, "--depth": how.depth, "--shard": part}
-        options.refuse(given, "--campaign plants in cases as they are drawn", how.campaign)
+        options.refuse(given, "--campaign plants faults in random cases as drawn", how.campaign)
         most, seed = how.campaign, how.seed or 0
         code = options.of_campaign(lambda wing: wing.plant(chosen, most, seed, session, how))
         raise typer.Exit(code)

@@ -224,11 +224,11 @@ def shard_of(text: str | None) -> Shard | None:
 def named(text: str) -> Path:
     """The path that an option gives; an empty one would be the working folder."""
     if not text:
-        raise typer.BadParameter("an empty name")
+        raise typer.BadParameter("the name is empty")
     try:
         text.encode()
     except UnicodeEncodeError:  # what a run tells of itself is JSON
-        raise typer.BadParameter("no name in UTF-8, so what is written could not be read") from None
+        raise typer.BadParameter("the name is not valid UTF-8: choose another name") from None
     return Path(text)
 
 
@@ -246,7 +246,7 @@ def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
 def require_new(option: str, path: Path | None) -> None:
     """:raises SelectionError: the run folder that ``option`` names holds something."""
     if path is not None and path.is_dir() and any(path.iterdir()):
-        raise SelectionError(Problem(f"{option}: is there already", "name a new folder", str(path)))
+        raise SelectionError(Problem(f"{option}: is not empty", "name a new folder", str(path)))
 
 
 def output(flag: str, about: str) -> Any:

@@ -69,7 +69,9 @@ def _unknown(command: Any, table: Mapping[str, Any], file: str, name: str) -> It
         if isinstance(value, Mapping) and key in commands:
             yield from _unknown(commands[key], value, file, f"{name}.{key}")
         elif key in _TYPED:
-            yield Problem(f"[{name}]: has no default", "type it instead", key, file)
+            yield Problem(
+                f"[{name}]: this option has no default", "give it on the command line", key, file
+            )
         elif key not in known or isinstance(value, Mapping):
             valid = (*known, *commands)
             yield Problem(f"[{name}]: unknown key", nearest(key, valid, "keys"), key, file)

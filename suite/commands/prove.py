@@ -189,11 +189,11 @@ def prove(
     on = [USUAL] if backends is None else _several(backends)
     cases = expanded(along, on)
     if not cases:
-        raise SelectionError(Problem("nothing to judge", "name a world, a backend and a lane"))
+        raise SelectionError(Problem("there are no cases", "name a world, a backend and a lane"))
     if depth not in ("", "family", "layout"):
-        raise SelectionError(Problem("depth: unknown", "family or layout", repr(depth)))
+        raise SelectionError(Problem("unknown depth", "write 'family' or 'layout'", repr(depth)))
     if type(jobs) is not int or jobs < 1:
-        raise SelectionError(Problem("jobs: not a number of processes", "jobs=2", repr(jobs)))
+        raise SelectionError(Problem("jobs must be an int from 1", "give e.g. jobs=2", repr(jobs)))
     with Session(jobs) as session:
         session.check(name, options)
         asks_axis = axis is None and not meshes
@@ -289,7 +289,7 @@ class ProveCall:
         name = optimizer if isinstance(optimizer, str) else optimizer.name
         if lane == "dyadic" and name == "adamw":
             what = "lane dyadic has exact sums with plain SGD only"
-            raise SelectionError(Problem(what, "optimizer='sgd', or other lanes", name))
+            raise SelectionError(Problem(what, "choose optimizer='sgd', or other lanes", name))
         if not isinstance(optimizer, str):
             return {key: value for key, value in asdict(optimizer).items() if key != "clip_norm"}
         return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else BY_NAME)}
@@ -358,8 +358,8 @@ def _trained_by(
     path = isinstance(optimizer, str) and ":" in optimizer
     if isinstance(optimizer, OptimizerSpec | str) and not path:
         if settings is not None:
-            remedy = "use it with a function of your own; optimizer='adamw' needs no settings"
-            raise SelectionError(Problem("settings= belongs to optimizer=", remedy))
+            remedy = "give a function of your own as optimizer=, or leave settings= out"
+            raise SelectionError(Problem("settings= needs a function as optimizer=", remedy))
         return optimizer
     _is_ones_own(optimizer, implementation)
     things["optimizer"] = optimizer
@@ -387,7 +387,7 @@ def _only_axis(name: str, axes: Sequence[str]) -> str:
         mesh = ", ".join(f"{axis!r}: 2" for axis in axes)
         what = f"{name} has the axes {' and '.join(axes)}"
         one = " or ".join(f"axis={axis!r}" for axis in axes)
-        remedy = f"give {one} for meshes along one, or all, e.g. meshes=[{{{mesh}}}]"
+        remedy = f"give {one} to use one of them, or meshes with all, e.g. meshes=[{{{mesh}}}]"
         raise SelectionError(Problem(what, remedy))
     # Who does not tell is broken or refuses the options: its case says how.
     return axes[0] if axes else cutting("samples")
@@ -399,7 +399,7 @@ def _refuse(value: object) -> None:
     :raises SelectionError: always.
     """
     remedy = "give text, numbers, true or false, None, lists and mappings of these"
-    raise SelectionError(Problem("not a value that a scenario can hold", remedy, repr(value)))
+    raise SelectionError(Problem("a scenario cannot hold this value", remedy, repr(value)))
 
 
 def _cases_of(scenario: Mapping[str, Any]) -> list[Case]:
@@ -478,7 +478,7 @@ def _are(given: Mapping[str, Any], kind: Any, wanted: str) -> None:
     """
     for name, value in given.items():
         if value is not None and not isinstance(value, kind):
-            raise SelectionError(Problem(f"{name}: cannot be used", f"give {wanted}", repr(value)))
+            raise SelectionError(Problem(f"{name}: wrong type", f"give {wanted}", repr(value)))
 
 
 def _are_folders(results: Any) -> None:
@@ -488,7 +488,7 @@ def _are_folders(results: Any) -> None:
         return
     remedy = "give the path of a folder, e.g. results='results/mine'"
     if not str(results).strip():
-        raise SelectionError(Problem("results: an empty path", remedy, repr(results)))
+        raise SelectionError(Problem("results is an empty path", remedy, repr(results)))
     path = Path(results)
     for at in (path, *path.parents):
         if at.exists() and not at.is_dir():

@@ -116,17 +116,17 @@ def _require_fitting(
     """:raises SelectionError: options that exclude each other; some are ``of_new_runs`` only."""
     if others.again:
         given = {"--like": filters.like, **of_new_runs}
-        what = "that run keeps its planned cases"
+        what = "the run keeps its planned cases"
         if clash := next((name for name in sorted(given) if given[name]), ""):
-            problem = Problem(f"{clash} is for new runs", f"leave it out: {what}", given[clash])
+            problem = Problem(f"{clash} needs a new run", f"leave it out: {what}", given[clash])
             raise SelectionError(problem)
     if others.resume and others.rerun_failed:
         remedy = "give one: --resume runs what has no result, --rerun-failed the cases that failed"
         raise SelectionError(Problem("--resume and --rerun-failed exclude each other", remedy))
     for name in filters.scenarios or ():
         if (Path(name) / "run.json").is_file():
-            remedy = f"name a run by --results {name}, with --resume or --rerun-failed"
-            raise SelectionError(Problem("a run is not a scenario", remedy, name))
+            remedy = f"write --results {name} with --resume or --rerun-failed"
+            raise SelectionError(Problem("this is a run folder, not a scenario", remedy, name))
     if others.campaign is not None or others.drawn is not None:
         again = {"--resume": others.resume, "--rerun-failed": others.rerun_failed}
         options.refuse(filters.given() | again, "--campaign and --case draw their own cases")
@@ -180,6 +180,6 @@ def _require_backends(cases: Sequence[Case], asked: Sequence[str]) -> None:
         remedy = "run `shardproof doctor` for details, or leave --backend out"
         if not reason and BACKENDS[name].mpirun and Nodes.here() is None:
             reason = mpirun.problem(max(worlds))
-            remedy = f"allow it {max(worlds)} ranks on this machine, or choose --world below"
+            remedy = f"let mpirun start {max(worlds)} ranks here, or choose a smaller --world"
         if reason:
             raise SelectionError(Problem(reason, remedy, f"--backend {name}"))

@@ -22,7 +22,7 @@ from shardproof.runs.integrity import require_unedited
 FORMAT = 1
 KIND = "shardproof baseline"
 MAX_BYTES = 64 << 20
-AGAIN = "make it again: `shardproof compare RUN --save FILE`"
+AGAIN = "write it again by `shardproof compare RUN --save FILE`"
 _GZIP = b"\x1f\x8b"
 _HEAD = ("name", "taken", "hardware", "machine")
 _PARTS = ("cases", "timed")
@@ -128,7 +128,7 @@ def read(path: Path) -> Snapshot:
             remedy = "name a run folder, an id, or a file that `compare RUN --save FILE` wrote"
             raise SelectionError(Problem("is neither run nor baseline", remedy, file=str(path)))
         if document.get("format") != FORMAT:
-            what = f"is a baseline of format {document.get('format')!r}, this suite reads {FORMAT}"
+            what = f"has baseline format {document.get('format')!r}, this version reads {FORMAT}"
             raise SelectionError(Problem(what, AGAIN, file=str(path)))
         if not document["versions"]:
             raise ValueError("no versions")
@@ -169,7 +169,7 @@ def joined(snapshots: Sequence[Snapshot]) -> Snapshot:
     for what, of, each in (("machines", machines, "machine"), ("versions", versions, "version")):
         if len(of) > 1:
             named, remedy = " and ".join(list(of)[:2]), f"save one baseline for each {each}"
-            raise SelectionError(Problem(f"--save: runs of two {what}", remedy, named))
+            raise SelectionError(Problem(f"--save: the runs are of two {what}", remedy, named))
     return replace(
         first,
         taken=max(s.taken for s in snapshots),

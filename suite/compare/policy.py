@@ -56,7 +56,7 @@ def _date(value: Any) -> datetime.date:
         try:
             return datetime.date.fromisoformat(value)
         except ValueError:
-            raise ValueError("no such day") from None
+            raise ValueError("this day does not exist") from None
     raise ValueError("not a date: write YYYY-MM-DD")
 
 
@@ -68,7 +68,7 @@ Pattern = Annotated[str, Field(min_length=1)]
 
 def _narrow(value: str) -> str:
     if not re.search(r"\w{3}", _BRACKETS.sub("*", value)):
-        raise ValueError("names no case: an expected failure must name its cases")
+        raise ValueError("the pattern is too general: write 3 letters of a case id in a row")
     return value
 
 

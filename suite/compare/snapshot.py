@@ -162,8 +162,8 @@ def of_run(run: Run) -> Snapshot:
 def _version(invocation: Invocation, run: Run) -> Version:
     torch = invocation.packages.get("torch")
     if torch is None:
-        remedy = "it is damaged or of another version; `shardproof verify` says which"
-        what = "cannot be compared: KeyError 'torch' in packages"
+        remedy = "run `shardproof verify`: the run is damaged or of another version"
+        what = "the run cannot be compared: packages has no version of torch"
         raise SelectionError(Problem(what, remedy, None, str(run.path / "run.json")))
     return Version(invocation.suite, torch, invocation.python, (invocation.commit or "")[:12])
 

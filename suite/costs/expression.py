@@ -122,7 +122,9 @@ def model_facts_in(facts: Facts) -> ModelFacts:
     :raises KeyError: numbers of no case.
     """
     if not isinstance(facts, CaseFacts):
-        raise KeyError("these facts come from no case: a strategy's formula needs its shapes")
+        raise KeyError(
+            "these facts belong to no case, but a strategy's formula needs a case's shapes"
+        )
     return facts.model_facts
 
 
@@ -169,7 +171,7 @@ def evaluate(text: str, facts: Facts) -> Fraction:
     except ZeroDivisionError:
         raise FormulaError(text, 1, "division by zero for this case") from None
     except RecursionError:
-        raise FormulaError(text, 1, "nested too deep") from None
+        raise FormulaError(text, 1, "the formula is nested too deep") from None
 
 
 def _named(shown: str) -> Term | None:
@@ -195,7 +197,7 @@ def parse(text: str, grammar: Grammar = OF_COSTS) -> Callable[[Any], Any]:
     :raises FormulaError: text outside the grammar.
     """
     if len(text) > MAX_TEXT:
-        raise FormulaError(text, MAX_TEXT, f"longer than {MAX_TEXT} characters")
+        raise FormulaError(text, MAX_TEXT, f"the text is longer than {MAX_TEXT} characters")
     if foreign := _FOREIGN.search(text):
         raise FormulaError(text, foreign.start() + 1, f"unexpected {foreign[0]!r}")
     # Python's parser would end the expression at a line break.
@@ -207,7 +209,7 @@ def parse(text: str, grammar: Grammar = OF_COSTS) -> Callable[[Any], Any]:
         what = "unexpected end of text" if column > len(text) else error.msg.partition(".")[0]
         raise FormulaError(text, column, what) from None
     except (RecursionError, MemoryError):
-        raise FormulaError(text, 1, "nested too deep") from None
+        raise FormulaError(text, 1, "the formula is nested too deep") from None
 
 
 def _term(node: ast.expr, text: str, grammar: Grammar) -> Callable[[Any], Any]:
@@ -231,7 +233,7 @@ def _term(node: ast.expr, text: str, grammar: Grammar) -> Callable[[Any], Any]:
         case ast.Call(ast.Name(name), given) if name in functions:
             function, arity = functions[name]
             if not given or len(given) != (arity or len(given)):
-                raise refused(f"{name} takes {arity or 'at least 1'} value")
+                raise refused(f"{name} needs {arity or 'at least 1'} value")
             arguments = [_term(argument, text, grammar) for argument in given]
             return lambda facts: function([argument(facts) for argument in arguments])
         case ast.Name() | ast.Attribute():

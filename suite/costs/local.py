@@ -40,7 +40,7 @@ class LocalSGD(Single):
     def why_not_measured(self) -> str:
         """Which ranks have gradients of a parameter that goes unused no formula says."""
         idle = [t.name for t in self.facts.trainable if not t.in_every_backward]
-        why = "goes unused: which ranks hold its state is not promised"
+        why = "is not always used: no formula says which ranks hold its state"
         return f"{idle[0]!r} {why}" if idle else ""
 
     why_state_is_not_promised = why_not_measured
@@ -157,14 +157,14 @@ class ParameterServer(Single):
             # Staleness 2: worker 0 is alone in two steps, then each other makes up its three.
             others = range(1, self.workers)
             return [(0, step), *((w, step - bound + n) for w in others for n in range(bound + 1))]
-        raise NoCostModel(f"order {order!r} follows no formula of what comes in which step")
+        raise NoCostModel(f"no formula says which updates come in which step with order {order!r}")
 
     def flows(self) -> list[Flow]:
         """Pulls that servers answer, and pushes of workers: one message each a server."""
         trained, step = self.facts.trainable, self.facts.step
         kinds = {tensor.dtype for tensor in trained}
         if len(kinds) > 1:
-            raise NoCostModel(f"parameters of {len(kinds)} dtypes go in one message")
+            raise NoCostModel(f"no formula covers messages with parameters of {len(kinds)} dtypes")
         item = ITEMSIZE[next(iter(kinds))]
         # A flag for each parameter and a version for each server travel as floats with the values.
         message = item * (sum(t.numel for t in trained) + len(trained) + self.servers)
@@ -189,9 +189,9 @@ class ParameterServer(Single):
         """Which worker used a parameter by then no formula says."""
         idle = [t.name for t in self.facts.trainable if not t.in_every_backward]
         if idle:
-            return f"{idle[0]!r} goes unused: when its owner has state is not promised"
+            return f"{idle[0]!r} is not always used: no formula says when its state exists"
         if 0 in self.facts.micro_batches:
-            return "of more ranks than samples: when an owner has state is not promised"
+            return "of more ranks than samples: no formula says when state exists"
         try:
             self.states(self.facts.steps - 1)
         except NoCostModel as error:

@@ -242,7 +242,7 @@ def _mpi() -> Iterator[Finding]:
     yield Finding(Mpi.name, "good", f"{where}: two processes talk")
     ranks = max(8, 2 * cores())
     problem = mpirun.problem(ranks)
-    remedy = "allow more slots: no batch system's limits, no hostfile, or fewer --world"
+    remedy = "allow more slots (batch system, hostfile), or choose a smaller --world"
     fine = f"{ranks} ranks start on {cores()} cores"
     yield look("mpi slots", problem or fine, remedy if problem else "")
 
@@ -270,7 +270,7 @@ def _gpus() -> Finding:
         return Finding("GPUs", "bad", found, "install a build of torch with CUDA")
     found = f"{len(listed)} in this machine, but torch (CUDA {built}) can use none"
     hidden = " or unset CUDA_VISIBLE_DEVICES," if "CUDA_VISIBLE_DEVICES" in os.environ else ""
-    remedy = f"take a driver for CUDA {built} (nvidia-smi names what it supports),{hidden}"
+    remedy = f"install a driver for CUDA {built} (nvidia-smi shows the version),{hidden}"
     return Finding("GPUs", "bad", found, f"{remedy} or a torch for an older CUDA")
 
 

@@ -197,7 +197,8 @@ def read(path: Path) -> Claim:
     claim = Claim(file, str(path), node)
     told = [f.agrees for f in claim.computed if f.agrees is not None]
     if any(told) and not all(told) and not file.condition and not file.needs:
-        raise claim.problem(["about"], "true in some of its figures, and no condition", file.claim)
+        what = "only some figures are true, but no condition is given"
+        raise claim.problem(["about"], what, file.claim)
     return claim
 
 

@@ -43,7 +43,7 @@ def _assigned(given: list[str] | None, option: str) -> dict[str, Any]:
     for text in given or ():
         key, sign, value = text.partition("=")
         if not (key and sign):
-            raise SelectionError(Problem(f"{option} takes KEY=VALUE", "write e.g. a=1", text))
+            raise SelectionError(Problem(f"{option} is not KEY=VALUE", "write e.g. a=1", text))
         try:
             values[key] = json.loads(value)
         except ValueError:

@@ -120,13 +120,13 @@ def mesh_of(strategy: str, gpus: int | None, given: Mapping[str, int]) -> dict[s
     if rest or gpus < 1:
         shown = " x ".join(f"{name} {size}" for name, size in given.items())
         fits = list(range(inner, 4 * inner + 1, inner))
-        what = f"{gpus} GPUs are no multiple of the mesh {shown or '1'}"
-        remedy = f"give a multiple of {inner}: {', '.join(map(str, fits))}; or a smaller axis"
+        what = f"{gpus} GPUs are not a multiple of {inner}, the ranks of mesh {shown or '1'}"
+        remedy = f"give a multiple of {inner}: {', '.join(map(str, fits))}; or shrink an axis"
         raise SelectionError(Problem(what, remedy, f"--gpus {gpus}"))
     along = [name for name in growing(own) or own[:1] if name not in given]
     if left == 1 or not along:
         if left > 1:
-            what = f"the mesh has {inner} ranks, and strategy {strategy} no other axis"
+            what = f"the mesh has {inner} ranks, and strategy {strategy} has no other axis"
             raise SelectionError(Problem(what, f"write --gpus {inner}", f"--gpus {gpus}"))
         return dict(given) or {along[0] if along else axes.cutting("samples"): 1}
     both = {**given, along[0]: left}
@@ -160,7 +160,7 @@ def of_shape(
         how = activations.Setting(itemsize(facts), facts.parts("widths"), sequence, recompute)
         kept = round(max(_kept(facts, shape, batch, how)))
     elif facts.parts("widths") > 1 or facts.parts("layers") > 1:
-        what = f"{shape.name} is a number of parameters: no layers that ranks could share"
+        what = f"{shape.name} gives no layers that ranks could split, only a size"
         raise SelectionError(Problem(what, "name a model, e.g. 7b", shape.name))
     return estimated(facts, shape.name, strategy, accounting, kept, implementation)
 
@@ -177,7 +177,7 @@ def _kept(
     stages, form = stages_of(facts), FORMS.get(schedule_name(facts.options) or "")
     if form is None:
         remedy = nearest(str(facts.options.get("schedule")), FORMS, "schedules")
-        raise SelectionError(Problem("no closed form of this schedule", remedy))
+        raise SelectionError(Problem("there is no closed form of this schedule", remedy))
     window = Window(ranks, batch.micro_batches, len(stages.place) // ranks)
     for rank in range(ranks):
         held, own = form.held(window, rank), stages.of(rank)

@@ -26,10 +26,10 @@ def strategy_of(implementation: str) -> str:
         try:
             name = str(registry.load(implementation).strategy)
         except (registry.UnknownImplementation, registry.BrokenImplementation) as error:
-            raise SelectionError(Problem(str(error), "`shardproof list impls`")) from error
+            raise SelectionError(Problem(str(error), "see `shardproof list impls`")) from error
     if not strategies.of(name).is_known:
         valid = [*strategies.names(), *registry.names()]
-        raise SelectionError(Problem("no formulas of it", nearest(name, valid), implementation))
+        raise SelectionError(Problem("no formulas are known", nearest(name, valid), implementation))
     return name
 
 
@@ -117,7 +117,7 @@ def _optimizer(given: Any) -> tuple[str, float]:
     known = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
     if name not in known or (hasattr(given, "defaults") and given.defaults.get("amsgrad")):
         remedy = nearest(name, known, "optimizers")
-        raise SelectionError(Problem("no formula of this optimizer's state", remedy, name))
+        raise SelectionError(Problem("no formula covers this optimizer's state", remedy, name))
     return known[name], float(momentum)
 
 

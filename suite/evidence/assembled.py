@@ -116,9 +116,9 @@ def _merge(pieces: list[tuple[int, Piece]], first: Tensor | None) -> Tensor:
         count.clamp_(min=1)
     if full.numel() and (int(count.min()) != 1 or int(count.max()) != 1):
         missing, double = int((count == 0).sum()), int((count > 1).sum())
-        lost = f"{missing} of {full.numel()} elements owned by no rank"
-        twice = f"{double} elements owned more than once, by ranks {sorted(shapes)}: copies have a"
-        twice += " Piece.replica each, from 0"
+        lost = f"{missing} of {full.numel()} elements are owned by no rank"
+        twice = f"{double} elements are owned more than once, by ranks {sorted(shapes)}: number "
+        twice += "copies by Piece.replica, from 0"
         raise _Unsound(*([lost] if missing else []), *([twice] if double else []))
     return full
 

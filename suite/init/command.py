@@ -86,8 +86,8 @@ def init(
     texts = written(impl, axes, backends, source)
     there = [path for path in (*texts, BASELINE) if _differs(into / path, texts.get(path))]
     if there and not force:
-        remedy = "--force replaces them, or name another repository by --into"
-        problems = [Problem("is there already", remedy, file=str(into / path)) for path in there]
+        remedy = "add --force to replace the files, or name another repository by --into"
+        problems = [Problem("the file exists", remedy, file=str(into / path)) for path in there]
         raise SelectionError(problems)
     ignores = _ignoring(into / IGNORES)
     with _all_or_none(into, (*texts, BASELINE, *([IGNORES] if ignores else []))):
@@ -154,8 +154,8 @@ def _make_baseline(into: Path, jobs: int | None) -> int:
         counts = verdicts.count(read(results).cases)
         if not any(counts[verdict] for verdict in verdicts.GREEN):
             told = ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v])
-            what = f"no case passes ({told}): there is nothing sound to record, and no baseline"
-            echo(f"{what}; once some do, run this again", err=True)
+            what = f"no case passes ({told}), so no baseline was written"
+            echo(f"{what}; run this again when some cases pass", err=True)
             raise NothingHeld(code)
         baseline.save(baseline.load(str(results)), into / BASELINE)
     return code

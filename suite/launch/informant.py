@@ -155,7 +155,7 @@ def _read(path: Path) -> Any:
     try:
         about = path.lstat()
         if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
-            raise ValueError(f"a file of mode {about.st_mode:o} with {about.st_size} bytes")
+            raise ValueError(f"the answer has mode {about.st_mode:o} and {about.st_size} bytes")
         answer = tensor_bytes.load(path)
         path.unlink()
         if "raised" in answer:

@@ -153,7 +153,7 @@ class Kept(ProcessHost):
         """
         self._lent = {}
         if launch.fresh or len(launch.ranks) < launch.world:
-            raise NotLent("it wants processes of its own")
+            raise NotLent("the launch needs new processes")
         backend, world = launch.backend, launch.world
         key = backend.name, world if backend.mpirun else 0
         if key not in self._groups:

@@ -28,7 +28,7 @@ NODE = "SHARDPROOF_NODE"
 MOST_NODES, MOST_RANKS = 16, 32
 #: A rate that is no limit.
 UNLIMITED = "unlimited"
-_NO_NODES = "fault {}: ranks are not on nodes here; use `shardproof cluster run`"
+_NO_NODES = "fault {}: faults of nodes need nodes; use `shardproof cluster run`"
 _UNITS = {"mbit": 10**6, "gbit": 10**9}
 #: Bits per second; beyond, the kernel counts in other units, and here nothing sends as fast.
 _MOST_RATE = 10 * 10**9
@@ -72,8 +72,8 @@ class Nodes(ABC):
         room = [case for case in cases if self.has_room(case.backend, case.world)]
         if cases and not room:
             least = min(case.world for case in cases)
-            what = f"no case fits {self}: they need {least} or more"
-            raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
+            what = f"no case fits on {self}: the smallest needs {least} ranks"
+            raise SelectionError(Problem(what, "raise --nodes or --ranks-per-node"))
         return [replace(case, skip=case.skip or self.not_far(case.backend)) for case in room]
 
     def ranks_of(self, node: int, world: int) -> tuple[int, ...]:

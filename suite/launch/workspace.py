@@ -73,14 +73,14 @@ def lacking(
     free = room.f_bavail * room.f_frsize + used[0]
     fewer = ", or run fewer at once (-j 1)" if tasks > 1 else ""
     if free < needed:
-        what = f"{base} has {free >> 20:,} MiB free, and {work} may need {-(-needed >> 20):,} MiB"
-        return Problem(what, f"make room, or enlarge it (in containers: --shm-size 1g){fewer}")
+        what = f"{base} has {free >> 20:,} MiB free, but {work} may need {-(-needed >> 20):,} MiB"
+        return Problem(what, f"free space, or enlarge it (in containers: --shm-size 1g){fewer}")
     if room.f_files and room.f_favail + used[1] < files:
-        what = f"{base} takes {room.f_favail:,} more files, and {work} may need {files:,}"
+        what = f"{base} has room for {room.f_favail:,} files, but {work} may need {files:,}"
         return Problem(what, f"remove files, or mount it with more inodes (nr_inodes){fewer}")
     if resource.RLIM_INFINITY != limit < TASK_BYTES:
-        what = f"files are limited to {limit / 2**20:.1f} MiB, and one of a case may have"
-        return Problem(f"{what} {TASK_BYTES >> 20} MiB", "`ulimit -f unlimited`")
+        what = f"files are limited to {limit / 2**20:.1f} MiB, but a case may write one of"
+        return Problem(f"{what} {TASK_BYTES >> 20} MiB", "run `ulimit -f unlimited`")
     return None
 
 

@@ -107,7 +107,7 @@ def trained(case: Case, train: Callable[[], Truth]) -> Truth:
         answer = pickle.loads(ours.recv_bytes())
     except (EOFError, OSError):
         child.join()
-        raise RuntimeError(f"the oracle's process ended with {child.exitcode}") from None
+        raise RuntimeError(f"the oracle's process ended with exit code {child.exitcode}") from None
     child.join()
     if isinstance(answer, BaseException):
         raise answer

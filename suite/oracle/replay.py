@@ -76,7 +76,7 @@ def replay(
     count = Counter(name for keys in histories for name in keys or models.named)
     odd = [n for n in {**models.named, **count} if count[n] != 1 or n not in models.named]
     if histories and odd:
-        raise ValueError(f"{odd[0]!r} has {count[odd[0]]} owners among the servers")
+        raise ValueError(f"{odd[0]!r} has {count[odd[0]]} owners among the servers, not 1")
     owners = [
         _Owner(spec, {n: models.named[n] for n in keys or models.named}, updates, by_worker)
         for keys, updates in histories.items()
@@ -95,7 +95,7 @@ def replay(
                 versions.append(models.snapshot())
                 moved = True
         if not moved:
-            raise ValueError("servers wait for versions of each other that are never made")
+            raise ValueError("servers wait for versions of one another that none of them makes")
     return versions
 
 
@@ -120,7 +120,9 @@ class _Models:
         """Of the versions that were read; ``None``: one of them does not exist yet."""
         for owner in owners:
             if (version := owner.reads.get((worker, step))) is None:
-                raise ValueError(f"worker {worker} gave step {step} to some servers only")
+                raise ValueError(
+                    f"worker {worker} sent gradients of step {step} to some servers only"
+                )
             if version >= len(owner.versions):
                 return None
         reader = self.readers[worker]
@@ -155,7 +157,7 @@ def _histories(
             updates.append([])
         updates[-1].append(event)
         if by_worker and len(updates[-1]) > 1:
-            raise ValueError(f"update {event.order} is by several workers, each with its own state")
+            raise ValueError(f"update {event.order} mixes workers, each of which has its own state")
     return histories
 
 

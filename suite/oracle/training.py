@@ -197,7 +197,9 @@ class _Training:
         self.draws = [read_draws(self.model.module) for _ in self.ranks]
         if self.draws[0]:
             if rule == "synced":
-                raise NotJoined("synced buffers join coordinates, whose dropouts draw apart")
+                raise NotJoined(
+                    "with synced buffers ranks compute as one, but their dropouts differ"
+                )
             builds = (workload.build_for(0, number) for number, _ in enumerate(self.ranks))
             self.draws = [read_draws(build("meta")) for build in builds]
 
@@ -238,9 +240,7 @@ class _Training:
         if not terms:
             return [[] for _ in batches]
         if self.rule == "synced":
-            raise NotJoined(
-                "synced buffers join coordinates, and terms of the loss tell them apart"
-            )
+            raise NotJoined("with synced buffers ranks compute as one, but their loss terms differ")
         parts = []
         for number, batch in enumerate(batches):
             self._enter(number)
@@ -444,7 +444,7 @@ def no_oracle_because(workload: Workload, precision: Precision) -> str:
         if weights != statistics:
             dtypes = f"weights in {weights} and running statistics in {statistics}"
             what = f"under this policy {name!r} ({type(part).__name__}) has {dtypes}"
-            remedy = f"there is nothing to compare with; give precision.buffers = {weights}"
+            remedy = f"no baseline exists; set precision.buffers = {weights}"
             return f"{what}, which torch cannot compute on one device either: {remedy}"
     return ""
 
@@ -495,7 +495,7 @@ def _joint(
     """The ``synced`` rule: micro-batches of equal index run as one; updates ``buffers``."""
     counts = [len(batch.micro_batches) for batch in batches]
     if len(set(counts)) > 1:
-        raise NotJoined(f"synced buffers need equal numbers of micro-batches, not {counts}")
+        raise NotJoined(f"synced buffers need as many micro-batches on each rank, not {counts}")
     losses = [0.0] * len(batches)
     for parts in zip(*(batch.micro_batches for batch in batches), strict=True):
         outputs = device.forward(torch.cat([micro.inputs for micro in parts]))

@@ -96,15 +96,17 @@ def subject(
     systems = [name for name in there if name not in BELONGS]
     if len(systems) + (implementation is not None) != 1:
         names = ", ".join(("an implementation", *(f"{name}=" for name in registry.takers())))
-        what = "several things to judge at once" if systems else "nothing to judge"
+        what = "several things to judge at once" if systems else "nothing is given to judge"
         raise SelectionError(Problem(what, f"give one of: {names}"))
     for name, owner in BELONGS.items():
         if name in there and owner not in there:
-            raise SelectionError(Problem(f"{name}= belongs to {owner}=", f"give {owner}=, too"))
+            raise SelectionError(Problem(f"{name}= needs {owner}=", f"give {owner}= as well"))
     if implementation is not None:
         if not isinstance(implementation, str | type):
             remedy = "give a name, e.g. 'reference/ddp', or a class"
-            raise SelectionError(Problem("not an implementation", remedy, repr(implementation)))
+            raise SelectionError(
+                Problem("this is not an implementation", remedy, repr(implementation))
+            )
         return path_of(implementation, "class"), dict(options)
     paths = {name: _as_option(thing, name) for name, thing in there.items()}
     return registry.takers()[systems[0]], {**options, **paths}

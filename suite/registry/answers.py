@@ -120,7 +120,7 @@ def _faults(piece: Piece) -> Iterator[tuple[str, bool, str]]:
     yield "global_shape", not _numbers(shape), "a tuple of int"
     yield "replica", type(piece.replica) is not int, "an int"
     yield "source", not isinstance(piece.source, Tensor | None), "a Tensor or None"
-    yield "slices", not _within(piece.slices, shape), "a (start, stop) a dimension, or None"
+    yield "slices", not _within(piece.slices, shape), "a (start, stop) per dimension, or None"
     is_outside = flat is not None and not _within((flat,), (math.prod(shape),))
     yield "flat_range", is_outside, "(start, stop) in the flattened tensor, or None"
 

@@ -46,9 +46,9 @@ class BrokenContract(RuntimeError):
 _NEEDS: Mapping[contract.BackendNeed, tuple[Callable[[Backend], bool], str]] = {
     "processes": (lambda on: not on.threads, "runs its ranks as threads of one process"),
     "values": (lambda on: on.has_values, "has no values"),
-    "cpu": (lambda on: on.device == "cpu", "has its tensors on another device"),
-    "sends": (lambda on: on.sends, "sends nothing from one rank to one other"),
-    "any_thread": (lambda on: on.any_thread, "takes calls from the threads of ranks only"),
+    "cpu": (lambda on: on.device == "cpu", "keeps its tensors on another device"),
+    "sends": (lambda on: on.sends, "cannot send from one rank to another"),
+    "any_thread": (lambda on: on.any_thread, "accepts calls only from the threads of ranks"),
 }
 _SEVERAL = (tuple, list, set, frozenset), "a tuple of str"
 #: Type of a field's default -> what it may be instead.
@@ -179,7 +179,7 @@ class Declaration(Capabilities, Stored):
         for need in self.needs:
             has, otherwise = _NEEDS[need]
             if not has(BACKENDS[backend]):
-                return f"needs {need}, and {backend} {otherwise}"
+                return f"needs {need}, but {backend} {otherwise}"
         return ""
 
     def usable(self) -> tuple[str, ...]:
@@ -198,7 +198,7 @@ class Declaration(Capabilities, Stored):
         if self.max_world is not None and world > self.max_world:
             return f"runs at world sizes up to {self.max_world}"
         if dtype not in self.dtypes:
-            return f"has no {dtype}; its dtypes: {', '.join(self.dtypes)}"
+            return f"does not support {dtype}; its dtypes: {', '.join(self.dtypes)}"
         return ""
 
     def excludes_case(self, case: Case, missing: str) -> str:
@@ -211,18 +211,18 @@ class Declaration(Capabilities, Stored):
         if case.checkpoint is not None and not self.checkpoints:
             return "declares no checkpoints"
         if case.changes_members and not self.reconfigures:
-            return "has no reconfigure: it cannot continue with other members"
+            return "has no reconfigure, so it cannot continue with other members"
         # Which of them a policy may take is its own affair: it refuses those that it has not.
         narrow = NARROW.intersection(case.precision.values())
         if narrow and NARROW.isdisjoint(self.dtypes):
             wanted, there = ", ".join(sorted(narrow)), ", ".join(self.dtypes)
-            return f"has no {wanted} for the policy of precision; its dtypes: {there}"
+            return f"does not support {wanted} of the precision policy; its dtypes: {there}"
         if case.deaths and not BACKENDS[case.backend].outlives_members:
             return f"a member cannot die inside a step on {case.backend}"
         if sending := self._sends(case):
-            return f"{sending}, and {case.backend} {_NEEDS['sends'][1]}"
+            return f"{sending}, but {case.backend} {_NEEDS['sends'][1]}"
         if lacking := workloads.scopes(case.workload).difference(self.scopes):
-            return f"adds up no loss term of scope {min(lacking)!r} (Capabilities.scopes)"
+            return f"does not sum loss terms of scope {min(lacking)!r} (Capabilities.scopes)"
         given_knobs = case.workload.params.items()
         asked = [f"trait {trait}" for trait in case.workload.traits]
         asked += [f"trait {LIKE_TRAITS[one]}" for one in LIKE_TRAITS if one in given_knobs]
@@ -253,7 +253,7 @@ class Declaration(Capabilities, Stored):
         given = {**case.options, **(inner if isinstance(inner, Mapping) else {})}
         names = ("all_reduce", "reduce_scatter", "all_gather")
         sums = any(given.get(name, "backend") != "backend" for name in names)
-        return "sums by sending" if sums else ""
+        return "sums by send and recv" if sums else ""
 
     def declined_by(self, refusal: str, dtype: str) -> str:
         """Why a case is declined whose ``refusal`` names a declined word; empty: it names none."""

@@ -89,7 +89,7 @@ def check(
         unfinished = f"implementation {end.key!r} cannot be imported: {ending(end)}"
         fault, _, _, loaded[end.key], _ = end.value or (unfinished, "", "", [], [])
         if fault:
-            remedy = "nothing was run: correct the name or the module"
+            remedy = "correct the name or the module (nothing was run)"
             file, _, line = (sources or {}).get(end.key, "").rpartition(":")
             where = (file, int(line)) if line else ()
             problems.append(_problem(fault, remedy, *where))
@@ -128,7 +128,7 @@ def abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:
     ended = f"{name} could not be asked for its axes: {ending(end)}"
     *faults, axes, backends = end.value or (ended, "", "", [], [])
     if fault := next(filter(None, faults), ""):
-        remedy = "nothing was written: name a class that can be used without options"
+        remedy = "name a class that works without options (nothing was written)"
         raise SelectionError(replace(_problem(fault, remedy), value=name))
     return axes, backends
 
@@ -142,7 +142,7 @@ def check_options(name: str, options: Options, pool: Pool) -> None:
     ended = f"{name} could not be asked for its options: {ending(end)}"
     _, refused, *_ = end.value or ("", ended)  # what else is wrong is told by its cases
     if refused:
-        raise SelectionError(_problem(refused, "nothing was run: correct the option"))
+        raise SelectionError(_problem(refused, "correct the option (nothing was run)"))
 
 
 def with_found_traits(cases: Sequence[Case], pool: Pool | None = None) -> list[Case]:
@@ -160,7 +160,7 @@ def with_found_traits(cases: Sequence[Case], pool: Pool | None = None) -> list[C
         unfinished = f"workload {end.payload.workload.name!r}: {ending(end)}"
         fault, found[end.key] = end.value or (unfinished, [])
         if fault:
-            remedy = "nothing was run: correct the workload"
+            remedy = "correct the workload (nothing was run)"
             problems.append(_problem(fault, remedy, *_named_in(tried[end.key])))
     if problems:
         raise SelectionError(dict.fromkeys(problems))
@@ -203,7 +203,7 @@ def try_workload(case: Case) -> tuple[str, list[str]]:
 def ending(end: TaskEnd[Any]) -> str:
     """How a leader ended that gave no answer, with its last words."""
     if end.timed_out:
-        how = f"did not end within {SECONDS:g} s of CPU time, or stood still as long"
+        how = f"did not end within {SECONDS:g} s of CPU time or of sleep"
     elif end.signal is not None:
         how = f"ended its process (signal {end.signal})"
     elif end.exit_code is not None:

@@ -106,12 +106,12 @@ def _stand_in(informant: Informant, path: str) -> type[Implementation]:
     try:
         about = from_others(About, informant.do(about_class, path))
         if not about.strategy and not about.broken:
-            raise TypeError("it has no strategy")
+            raise TypeError("the class has no strategy")
     except NoAnswer as error:
         why = f"cannot be imported: the process that imports it {error}"
         raise registry.BrokenImplementation(path, why) from None
     except (Raised, TypeError) as error:
-        raise registry.BrokenImplementation(path, f"cannot be asked: {error!r}") from None
+        raise registry.BrokenImplementation(path, f"cannot be examined: {error!r}") from None
     if about.broken:
         why = about.broken.removeprefix(f"implementation {path!r} ")
         raise registry.BrokenImplementation(path, why)
@@ -143,7 +143,7 @@ class StandIn(Implementation):
             raise
         except NoAnswer as error:
             what = f"{cls.__name__}: the process that imports it {error}"
-            raise BrokenContract(f"{what}, asked for {function.__name__}") from None
+            raise BrokenContract(f"{what} when asked for {function.__name__}") from None
 
     @classmethod
     def ask_plain(cls, kind: Any, function: Callable[..., Any], *given: Any) -> Any:
@@ -161,7 +161,9 @@ class StandIn(Implementation):
         told = cls.ask_plain(dict[str, Any], declared, dict(options))
         forms = {field.name: type(field.default) for field in dataclasses.fields(Capabilities)}
         if told.keys() != forms.keys():
-            raise BrokenContract(f"{cls.__name__} declares {', '.join(sorted(told))!r:.200}")
+            raise BrokenContract(
+                f"{cls.__name__} declares unknown fields: {', '.join(sorted(told))!r:.200}"
+            )
         listed = {name: form for name, form in forms.items() if isinstance(told[name], list)}
         several = {name: form(told[name]) for name, form in listed.items() if form in _SEVERAL}
         return Capabilities(**told | several)
@@ -258,7 +260,7 @@ def own_costs(
             return None if told is None else own.answers(model, facts, skipped)
         model = system.cost_model
         if not (isinstance(model, type) and issubclass(model, CostModel)):
-            raise BrokenContract(f"{name}.cost_model is {model!r}, no subclass of CostModel")
+            raise BrokenContract(f"{name}.cost_model is {model!r}, not a subclass of CostModel")
         return own.answers(model, facts, skipped)
     except NoCostModel:
         return None

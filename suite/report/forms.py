@@ -96,8 +96,8 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
         raise SelectionError(Problem(f"--into: {why}", "name a text file", str(path))) from None
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if old.count(begin) != 1 or len(pattern.findall(old)) != 1:
-        remedy = f"put one line {begin} and below it one line {end} into it"
-        raise SelectionError(Problem("--into: no markers", remedy, str(path)))
+        remedy = f"put one line {begin} and below it one line {end} into the file"
+        raise SelectionError(Problem("--into: the file has no pair of markers", remedy, str(path)))
     new = pattern.sub(lambda _: f"{begin}\n{printable(text.rstrip())}\n{end}", old)
     write_whole(path, new)
 

@@ -95,7 +95,7 @@ def reproduce(
 
     if not where.cluster:
         given = {"--nodes": where.nodes, "--ranks-per-node": where.ranks_per_node}
-        options.refuse(given, "nodes are those of --cluster")
+        options.refuse(given, "nodes need --cluster")
     options.require_new("--results", results)
     with open_run(run) as path, damage_is_bad_input(path):
         before = read(path, strict=True)
@@ -125,7 +125,7 @@ def _chosen(before: Run, expression: str) -> frozenset[str]:
     if ids := frozenset(filter(matches, (before.ids | faults) - cases_of_faults)):
         return ids
     remedy = "leave -k out, or name a run with results"
-    raise SelectionError(Problem("nothing to run again", remedy, expression or before.name))
+    raise SelectionError(Problem("no result to run again", remedy, expression or before.name))
 
 
 def _on_nodes(
@@ -205,5 +205,5 @@ def _obstacles(cases: Sequence[Case], nodes: Nodes | None = None) -> dict[str, s
         elif ":" not in case.workload.name and case.workload.name not in known:
             told[case.id] = f"no longer supported: workload {case.workload.name}"
         elif nodes is not None and not nodes.has_room(case.backend, case.world):
-            told[case.id] = f"{case.world} ranks do not fit {nodes}"
+            told[case.id] = f"{case.world} ranks do not fit on {nodes}"
     return told

@@ -130,7 +130,7 @@ def _within(result: CaseResult) -> bool:
 
 def _digests(run: Path, result: CaseResult) -> dict[tuple[Any, ...], str]:
     if result.record is None:
-        raise records.RecordError(f"{run}: no record of {result.id}")
+        raise records.RecordError(f"{run}: there is no record of {result.id}")
     rows = records.sections(run / result.record, "tensor")["tensor"]
     return {tuple(row[key] for key in _PLACE): row["digest"] for row in rows}
 

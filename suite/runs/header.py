@@ -246,11 +246,11 @@ def read_header(folder: Path) -> Header | None:
     except (OSError, ValueError, RecursionError):
         header = None
     if header is None or not header.invocations:
-        remedy = "choose another folder, or a whole copy of it"
+        remedy = "choose another folder, or copy the whole run again"
         raise SelectionError(Problem("is damaged", remedy, file=str(folder / NAME)))
     if header.format != FORMAT:
         commit = f" (commit {header.last.commit})" if header.last.commit else ""
         what = f"evidence format {header.format!r}; this version ({VERSION}) reads format {FORMAT}"
-        remedy = f"run it again, or use the suite that wrote it: shardproof {header.last.suite}"
+        remedy = f"repeat the run, or use the version that wrote it: shardproof {header.last.suite}"
         raise OtherFormat(Problem(what, f"{remedy}{commit}", file=str(folder / NAME)))
     return header

@@ -86,12 +86,12 @@ def require_unedited(path: Path) -> None:
 
     :raises SelectionError: the files and lines that were edited.
     """
-    _refuse([text for edited, text in _differences(path) if edited], "an edited run is not shown")
+    _refuse([text for edited, text in _differences(path) if edited], "edited runs are not shown")
 
 
 def _refuse(damages: list[str], why: str) -> None:
     if damages:
-        remedy = f"take a whole copy, or run it again: {why}"
+        remedy = f"copy the whole run again, or run the cases again: {why}"
         raise SelectionError([Problem(text, remedy) for text in damages[:_MOST]]) from None
 
 
@@ -108,5 +108,5 @@ def damage_is_bad_input(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except DAMAGE:
-        _refuse(list(changed(path)), "nothing is shown of a damaged run")
+        _refuse(list(changed(path)), "damaged runs are not shown")
         raise

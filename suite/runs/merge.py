@@ -102,15 +102,15 @@ def read_part(name: str, path: Path) -> Part:
     """
     header = read_header(path)
     if header is None:
-        raise SelectionError(Problem("no run", "name a run that --shard made", name))
+        raise SelectionError(Problem("this is not a run", "name a run that --shard made", name))
     if (place := header.part) is None:
-        what = "is no part of a selection" if header.merged is None else "is merged already"
-        remedy = "name the runs that a command with --shard I/N left"
+        what = "the run is not a part" if header.merged is None else "the run is merged already"
+        remedy = "name runs that were made with --shard I/N"
         raise SelectionError(Problem(what, remedy, name))
     require_unedited(path)
     for file in _files(path):
         if not (path / file).is_file():
-            raise SelectionError(Problem("is missing", "take a whole copy", file=str(path / file)))
+            raise SelectionError(Problem("is missing", "copy the whole run", file=str(path / file)))
     run_folder.read(path, strict=True)  # what is damaged is told by its line
     whole = Cut.read(path)
     own = whole.names(place.index)
@@ -120,8 +120,8 @@ def read_part(name: str, path: Path) -> Part:
     left = {name: why for name, why in left.items() if name not in done}
     told = done | left.keys()
     if whole.digest != place.digest or not told <= own:
-        what = f"is not what {place} was planned to be"
-        raise SelectionError(Problem(what, "take a whole copy, or run it again", name))
+        what = f"the run does not match the plan of {place}"
+        raise SelectionError(Problem(what, "copy the whole run again, or run the part again", name))
     if whole.kind == "fault" and told < own:
         done = frozenset()  # faults are weighed when all of their cases have ended
     return Part(name, path, header.id, place, header.invocations, done, left)
@@ -138,15 +138,15 @@ def plan(parts: Iterable[Part]) -> Merge:
     _require_alike(ordered, "versions of the suite", _judges)
     for one, other in pairwise(ordered):
         if one.place.index == other.place.index:
-            what = f"{one.place} is there twice: {one.name} and {other.name}"
-            raise SelectionError(Problem(what, "name one of them"))
+            what = f"{one.place} is given twice: {one.name} and {other.name}"
+            raise SelectionError(Problem(what, "name only one of the two"))
     whole = Cut.read(first.path)
     if whole.kind == "comparison":
         # What stands beside ratios (resident memory, modelled figures) is of one machine a run.
         _require_alike(ordered, "machines", lambda part: part.hardware)
         _require_alike(ordered, "versions of torch", lambda part: part.torch)
     if not any(part.done for part in ordered):
-        remedy = "let a part end: `shardproof run --resume --results PART` continues its cases"
+        remedy = "continue the cases of a part: `shardproof run --resume --results PART`"
         raise SelectionError(Problem("no part has a result", remedy, first.name))
     there = {part.place.index: part for part in ordered}
     lacking = []
@@ -203,7 +203,7 @@ def _require_alike(parts: Sequence[Part], what: str, of: Callable[[Part], str]) 
     for part in parts:
         if of(part) != of(first):
             both = f"{first.name} ({of(first)}) and {part.name} ({of(part)})"
-            raise SelectionError(Problem(f"parts of two {what}: {both}", "name parts of one"))
+            raise SelectionError(Problem(f"the parts are of two {what}: {both}", "name equal ones"))
 
 
 def _selection(part: Part) -> str:

@@ -96,7 +96,7 @@ def require_inside(run: Path, name: object, where: str) -> None:
         what = "is no path"
     else:
         what = "leads out of the run"
-    remedy = "take a whole copy: a run names files of its own, without links"
+    remedy = "copy the whole run again: a run names only its own files, without links"
     raise LeadsOut(Problem(what, remedy, str(name), where))
 
 
@@ -183,7 +183,7 @@ def read_table(path: Path, columns: Collection[str] = ()) -> pa.Table:
 
 def _bounded(size: int, most: int) -> None:
     if size > most:
-        raise ValueError(f"it would unpack to {size:,} bytes, more than any record has")
+        raise ValueError(f"the record would unpack to {size:,} bytes, more than any record has")
 
 
 def _rows(table: pa.Table, section: str) -> list[dict[str, Any]]:
@@ -202,7 +202,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"{path}: no readable record: {error}") from None
+        raise RecordError(f"{path}: the record cannot be read: {error}") from None
 
 
 def digest(path: Path) -> str:
@@ -343,7 +343,7 @@ class Manifest:
             require_inside(self._path.parent, entry.file, f"{self._path}:{number}")
             digests[entry.file, entry.line] = entry.sha256
             if entry.before != hashlib.sha256(last).hexdigest():
-                raise RecordError(f"{self._path}: line {number} does not follow the one before it")
+                raise RecordError(f"{self._path}: line {number} does not match the line before it")
             last = raw
         return digests
 

@@ -16,8 +16,8 @@ def planned(path: Path) -> list[Case]:
     """Every case that an invocation of the run in ``path`` was about to run, once."""
     cases = read_plan(path)
     if not cases:
-        remedy = "run its scenarios again without --resume, or name another run"
-        raise SelectionError(Problem("no plan to resume from", remedy, str(path / "planned.jsonl")))
+        remedy = "run the scenarios without --resume, or name another run"
+        raise SelectionError(Problem("no plan to resume", remedy, str(path / "planned.jsonl")))
     return list(cases.values())
 
 
@@ -39,7 +39,7 @@ def split(
         bad = verdicts.RED | verdicts.OPEN - {verdicts.FLAKY}  # it fails no longer
         again = [c for c in cases if c.id in done and verdicts.kind(done[c.id].verdict) in bad]
         if not again:
-            raise SelectionError(Problem("nothing failed here", "nothing to do", str(path)))
+            raise SelectionError(Problem("no case failed here", "nothing to run again", str(path)))
     else:
         again = [case for case in cases if case.id not in done]
     names = {case.id for case in again}

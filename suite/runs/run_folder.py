@@ -188,7 +188,7 @@ def make_folder(root: Path, kind: str = "") -> Path:
         with contextlib.suppress(FileExistsError):
             (root / f"{name}{suffix}").mkdir(parents=True)
             return root / f"{name}{suffix}"
-    raise FileExistsError(f"{root / name}: a thousand runs in one second")
+    raise FileExistsError(f"{root / name}: a thousand runs of this second exist")
 
 
 class RunFolder:
@@ -283,7 +283,7 @@ class RunFolder:
             return
         own = Cut.read(self.path).names(part.index)
         if other := next((name for name in names if name not in own), None):
-            what = f"this run is {part}, which does not have this"
+            what = f"this run is {part}, which does not contain the case"
             raise SelectionError(Problem(what, "name another run folder", other, str(self.path)))
 
     def plan(self, cases: Sequence[Case], kills: Sequence[str] = ()) -> None:
@@ -423,7 +423,7 @@ class RunFolder:
             lines.close()
             header = read_header(self.path)
             pid = header.last.pid if header is not None else None
-            what, remedy = "another process writes into this run", "wait for its end, or end it"
+            what, remedy = "another process writes into this run", "wait until it ends, or end it"
             raise SelectionError(Problem(what, remedy, f"pid {pid}", str(self.path))) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -445,7 +445,7 @@ def _require_no_links(path: Path) -> None:
     for place in (path, path / RECORDS):
         for file in place.iterdir() if place.is_dir() else ():
             if file.is_symlink():
-                remedy = "remove it, or take a whole copy: a run is written without links"
+                remedy = "remove the link, or copy the whole run again: a run has no links"
                 raise LeadsOut(Problem("is a link", remedy, file=str(file)))
 
 
@@ -471,8 +471,8 @@ def require_run_or_new(path: Path) -> None:
     """:raises SelectionError: the folder ``path`` holds something, and no run."""
     ours = {LINES, Manifest.NAME}  # all that a disk had room for
     if path.is_dir() and not (path / NAME).exists() and {p.name for p in path.iterdir()} - ours:
-        remedy = "name a run folder, a new one or an empty one"
-        raise SelectionError(Problem("is a folder that holds no run", remedy, file=str(path)))
+        remedy = "name the folder of a run, a new folder or an empty one"
+        raise SelectionError(Problem("holds other files than a run", remedy, file=str(path)))
 
 
 def comparison_key(cases: Sequence[Case]) -> ComparisonKey:
@@ -504,7 +504,7 @@ def read_as_written(path: Path, strict: bool = False, damaged: list[Problem] | N
     header = read_header(path)
     if header is None:
         raise SelectionError(
-            Problem("no run", "name a folder under results/ that holds run.json", str(path))
+            Problem("this is not a run", "name a folder that holds run.json", str(path))
         )
     last: dict[tuple[str, str], tuple[int, Line]] = {}
     earlier: list[tuple[int, Line]] = []
@@ -567,14 +567,14 @@ def find_run(name: str | None, root: Path = Path("results")) -> Path:
     if name is None:
         runs = [path.parent for path in root.glob("*/run.json")]
         if not runs:
-            raise SelectionError(Problem("no run yet", "`shardproof run` makes one", str(root)))
+            raise SelectionError(Problem("no run yet", "make one by `shardproof run`", str(root)))
         return max(runs, key=lambda path: (path / "run.json").stat().st_mtime)
     for path in (Path(name), root / name):
         if (path / "run.json").is_file():
             return path
     remedy = "name a folder or an id under results/"
     if "baselines" in Path(name).parts:
-        remedy = "only a checkout has it; `shardproof compare RUN --save FILE` makes one of a run"
+        remedy = "only a checkout has baselines; `shardproof compare RUN --save FILE` writes one"
     raise SelectionError(Problem("no such run", remedy, name))
 
 

@@ -45,7 +45,7 @@ def parse(text: str) -> Shard:
     index, of = map(int, written.groups()) if written else (0, 0)
     if not 1 <= index <= of:
         remedy = "write I/N with I from 1 to N: 1/4, 2/4, 3/4, 4/4"
-        raise SelectionError(Problem("--shard: no part", remedy, text))
+        raise SelectionError(Problem("--shard is not of the form I/N", remedy, text))
     return Shard(index, of)
 
 
@@ -78,8 +78,8 @@ class Cut:
         :raises SelectionError: there are more parts than groups.
         """
         if (count := len(set(groups.values()))) < shard.of:
-            what = f"--shard: too little for {shard.of} parts"
-            raise SelectionError(Problem(what, f"cut into {count} at most", str(shard)))
+            what = f"--shard: the selection is too small for {shard.of} parts"
+            raise SelectionError(Problem(what, f"choose at most {count} parts", str(shard)))
         parts = deal(groups, shard.of)
         return cls([(parts[name_of(line)], line) for line in sorted(lines, key=name_of)])
 
@@ -97,7 +97,7 @@ class Cut:
                     raise ValueError(name_of(row))
             return cls([(int(row.pop("part")), row) for row in rows if name_of(row)])
         except (OSError, *DAMAGE):
-            remedy = "take a whole copy of the part"
+            remedy = "copy the whole part again"
             raise SelectionError(Problem("is damaged or missing", remedy, file=str(file))) from None
 
     def text(self) -> str:

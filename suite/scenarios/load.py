@@ -62,8 +62,8 @@ def load(path: Path) -> ScenarioFile:
     if kind := kind_of(path):
         raise ScenarioError([_not_judged(path, f"a {kind.name} scenario", kind)])
     if _has(path, _POLICY) and not _has(path, "matrix"):
-        remedy = "`shardproof gate RUN --against BASELINE --policy FILE` reads it"
-        raise ScenarioError(Problem("a policy, not a scenario", remedy, file=_shown(path)))
+        remedy = "use it in `shardproof gate RUN --against BASELINE --policy FILE`"
+        raise ScenarioError(Problem("is a policy, not a scenario", remedy, file=_shown(path)))
     return of_node(read(path), _shown(path))
 
 
@@ -159,7 +159,7 @@ def find(arguments: Sequence[str] = (), folder: Path | None = None) -> list[Scen
             paths.setdefault(path.resolve(), None)
     if not paths:
         named = " ".join(arguments) or str(root / USUAL[0])
-        raise SelectionError(Problem("no scenario files", "name a file or folder", named))
+        raise SelectionError(Problem("there are no scenario files", "name a file or folder", named))
     return load_all(paths)
 
 

@@ -104,7 +104,7 @@ class _Expansion:
         for cell in self._product(["matrix"], scenario.matrix, None):
             if cell.key in cells:
                 remedy = "give one of them a label"
-                self._add(["matrix"], "cell given twice", remedy, " ".join(cell.key))
+                self._add(["matrix"], "two cells are the same", remedy, " ".join(cell.key))
                 break
             cells[cell.key] = cell
         for index, include in enumerate(scenario.include):
@@ -112,16 +112,16 @@ class _Expansion:
             for cell in self._product(["include", index], scenario.matrix, include):
                 cells.setdefault(cell.key, cell)
             if len(cells) == before:
-                self._add(["include", index], "adds no cell", "remove it", include.reason)
+                self._add(["include", index], "the rule adds no cell", "remove it", include.reason)
         for index, rule in enumerate(scenario.exclude):
             kept = {key: cell for key, cell in cells.items() if not matches(rule, cell)}
             if kept == cells:
                 remedy = "correct or remove it"
-                self._add(["exclude", index], "matches nothing", remedy, rule.reason)
+                self._add(["exclude", index], "exclude rule matches nothing", remedy, rule.reason)
             cells = kept
         self._stop_at()
         if not cells:
-            self._add(["exclude"], "leaves no cell", "exclude less", scenario.name)
+            self._add(["exclude"], "exclude rules leave no cell", "exclude less", scenario.name)
         return list(cells.values())
 
     def _product(

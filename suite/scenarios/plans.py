@@ -57,8 +57,8 @@ def _wrong_fault(plan: schema.FaultPlan, scenario: schema.Scenario) -> Iterator[
         saved = [set(_saves(one).saved_at) for one in scenario.checkpoints]
         valid = sorted(done - 1 for done in set.intersection(*saved))
     if plan.step not in valid:
-        remedy = f"valid: {valid[0]} to {valid[-1]}" if valid else "valid: none"
-        yield ["step"], f"no step that has a phase {plan.phase}", remedy, plan.step
+        remedy = f"valid: {valid[0]} to {valid[-1]}" if valid else "no step is valid"
+        yield ["step"], f"this step has no phase {plan.phase}", remedy, plan.step
 
 
 def _unfit_fault(plan: schema.FaultPlan, cell: Cell) -> Iterator[Wrong]:
@@ -100,7 +100,7 @@ def _wrong_checkpoint(plan: schema.CheckpointKeys, scenario: schema.Scenario) ->
     if plan.saves > save:
         yield ["saves"], "saves must not exceed save_at", f"valid: 1 to {save}", plan.saves
     if plan.into and plan.into.precision and (built := plan.into.precision.built):
-        what = "the restoring run has the built dtype of the saving run"
+        what = "the restoring run must have the built dtype of the saving run"
         yield ["into", "precision", "built"], what, "leave it out", built
 
 
@@ -128,12 +128,12 @@ def _unfit_members(plan: schema.MembershipPlan, cell: Cell) -> Iterator[Wrong]:
     shown = mesh_name(cell.mesh)
     without = f"or exclude {{reason: ..., mesh: {shown}, membership: {plan.label}}}"
     if len(cell.mesh) > 1:
-        yield [], "members change on a mesh of one axis only", f"take one, {without}", shown
+        yield [], "members change only on one-axis meshes", f"use such a mesh, {without}", shown
         return
     if plan.deaths and not BACKENDS[cell.backend].threads:
         able = ", ".join(name for name, backend in BACKENDS.items() if backend.threads)
         there = f"{{reason: ..., backend: {cell.backend}, membership: {plan.label}}}"
-        remedy = f"run it on backend: {able}, or also there and exclude {there}"
+        remedy = f"use backend: {able}, or add it and exclude {there}"
         yield ["deaths"], f"a member can die inside a step on {able} only", remedy, cell.backend
     now = list(range(cell.world))
     # Changes come before their step, deaths within.
@@ -151,7 +151,7 @@ def _unfit_members(plan: schema.MembershipPlan, cell: Cell) -> Iterator[Wrong]:
                 yield where, f"no member is left in step {step}", "keep at least one alive", rank
             continue
         if step in [one.step for one in plan.changes[:at]]:
-            yield ["changes", at, "step"], "two changes before one step", "merge them", step
+            yield ["changes", at, "step"], "two changes come before one step", "merge the two", step
         members = plan.changes[at].members
         for what, remedy in _unfit_change(members, now, step, cell):
             yield ["changes", at, "members"], what, f"{remedy}, {without}", members
@@ -163,13 +163,13 @@ def _unfit_change(
 ) -> Iterator[tuple[str, str]]:
     """The problem of the ``members`` from ``step`` on, and a remedy."""
     if not members:
-        yield "a change that leaves no member", "name at least one rank"
+        yield "the change leaves no member", "name at least one rank"
     if any(rank >= cell.world for rank in members):
         yield f"no such rank in {mesh_name(cell.mesh)}", f"valid: 0 to {cell.world - 1}"
     if list(members) != sorted({*members}):
-        yield "members must ascend, each named once", f"write {sorted({*members})}"
+        yield "list members in ascending order, each once", f"write {sorted({*members})}"
     if list(members) == list(before):
-        yield f"the change before step {step} changes nothing", "name other ranks, or leave it out"
+        yield f"the change before step {step} changes nothing", "name other ranks, or remove it"
     if step and members and not {*members} & {*before}:
         what = f"no member of step {step - 1} remains to synchronize the new ones"
         yield what, f"name one of {', '.join(map(str, before))} as well"

@@ -95,7 +95,7 @@ def _of_kind(scenario: schema.Scenario, workload: WorkloadSpec, cell: Cell) -> I
     """The settings that the kind of the workload does not allow."""
     kind, checks = kinds.of(workload), {*scenario.checks}
     if kind.trains and cell.optimizer is None:
-        yield ["matrix", "optimizer"], "no optimizer", "name one, e.g. sgd"
+        yield ["matrix", "optimizer"], "no optimizer is named", "name one, e.g. sgd"
     if not kind.trains and cell.optimizer is not None:
         what = f"workload {workload.name} trains nothing"
         yield ["matrix", "optimizer"], what, "leave the optimizer out"
@@ -126,8 +126,8 @@ def _of_relation(scenario: schema.Scenario, cell: Cell) -> Iterator[Wrong]:
         yield at, what, "name another implementation, mesh or options"
     ranks = math.prod((other.mesh or mesh).values())
     if ranks != cell.world:
-        what = f"same_as runs on {ranks} ranks, the case on {cell.world}"
-        yield [*at, "same_as", "mesh"], what, "move a factor from one axis to another"
+        what = f"same_as runs on {ranks} ranks, but the case on {cell.world}"
+        yield [*at, "same_as", "mesh"], what, f"choose axis sizes with the product {cell.world}"
 
 
 def keys_to(scenario: schema.Scenario, is_it: Callable[[Any], bool]) -> Keys:

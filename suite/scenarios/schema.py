@@ -168,7 +168,7 @@ class MemoryExpect(Model):
     @model_validator(mode="after")
     def _asks(self) -> MemoryExpect:
         if not self.model_dump(exclude={"within"}, exclude_none=True):
-            raise ValueError("it names no figure, e.g. `ratio: zero1.memory_ratio`")
+            raise ValueError("no figure is named: add one, e.g. `ratio: zero1.memory_ratio`")
         return self
 
 
@@ -198,7 +198,7 @@ class ImplementationChoice(Model):
     def _labelled(self) -> ImplementationChoice:
         if self.options and self.label is None:
             raise ValueError(
-                "options need a label, which tells them apart in ids, e.g. `label: mine`"
+                "options need a label, which distinguishes ids: add e.g. `label: mine`"
             )
         return self
 
@@ -216,7 +216,7 @@ class Group(Model):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"no regular expression of Python's: {error}") from None
+            raise ValueError(f"not a regular expression of Python: {error}") from None
         return pattern
 
 

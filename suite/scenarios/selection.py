@@ -112,7 +112,7 @@ class Selection:
         if self.implementations:
             cases = self._of_implementations(cases, known)
         elif self.like:
-            raise SelectionError(Problem("--like alone", "name your class by --impl", self.like))
+            raise SelectionError(Problem("--like needs --impl", "add --impl CLASS", self.like))
         for backend in self.backends:
             if backend not in vocabulary.backends:
                 remedy = nearest(backend, vocabulary.backends, "backends")
@@ -154,9 +154,9 @@ class Selection:
                 named = substitute(self._alike(cases, known), pattern, bool(self.like))
             if not named:
                 remedy = nearest(pattern, known, "implementations")
-                raise SelectionError(Problem("--impl: matches nothing here", remedy, pattern))
+                raise SelectionError(Problem("--impl matches no system here", remedy, pattern))
             if self.like and named[0] in cases:
-                remedy = "leave it out: these systems already have cells and options"
+                remedy = "leave --like out: these systems have cases of their own"
                 raise SelectionError(Problem("--like is for classes of your own", remedy, pattern))
             chosen += [case for case in named if case not in chosen]
         return chosen
@@ -248,6 +248,6 @@ def _some(
 ) -> list[Case]:
     """``kept``, what ``option`` left, unless that is nothing."""
     if not kept:
-        remedy = hint or f"there are: {', '.join(valid)}"
+        remedy = hint or f"valid: {', '.join(valid)}"
         raise SelectionError(Problem(f"{option} matches nothing", remedy, value))
     return kept

@@ -209,7 +209,7 @@ class _Reader:
             what = f"nested deeper than {MAX_DEPTH} levels"
             raise self.error(node.line, what, "use fewer aliases")
         if node.size > MAX_NODES:
-            what = f"over {MAX_NODES:,} YAML nodes after aliases are expanded"
+            what = f"more than {MAX_NODES:,} YAML nodes with all aliases expanded"
             raise self.error(node.line, what, "use fewer")
         return node
 
@@ -224,7 +224,7 @@ class _Reader:
                 source = self._node(child)
                 merged += source.value if isinstance(source.value, list) else [source]
                 if not all(isinstance(part.value, dict) for part in merged):
-                    raise self.error(key.line, "`<<` needs a mapping", "give it `*an_alias`")
+                    raise self.error(key.line, "`<<` needs a mapping", "write e.g. `<<: *an_alias`")
                 continue
             if key.value in value:
                 what = f"key given twice, first on line {node.keys[key.value].line}"

@@ -132,7 +132,7 @@ class Training:
         :raises ValueError: no such strategy, axis or option.
         """
         if accumulate < 1:
-            raise ValueError(f"accumulate = {accumulate}: a step has at least one micro-batch")
+            raise ValueError(f"accumulate = {accumulate}: it must be at least 1")
         self._strategy, self._mesh, self._accumulate = named(name), mesh, accumulate
         self._options = chosen_options(precision, recompute, offload, options)
         capabilities_of(self._strategy, self._options)
@@ -183,7 +183,7 @@ class Training:
         :raises ValueError: something does not fit; the message says what to change.
         """
         if steps < 1:
-            raise ValueError(f"steps = {steps}: train at least one")
+            raise ValueError(f"steps = {steps}: it must be at least 1")
         capabilities = capabilities_of(self._strategy, self._options)
         launched = is_launched(os.environ)
         world = join(self._backend, self._timeout) if launched else None
@@ -284,7 +284,7 @@ def capabilities_of(name: str, options: Mapping[str, Any]) -> Capabilities:
     system = registry.load(name)
     if issubclass(system, Untrained):
         raise ValueError(
-            f"{name} trains no model; take a strategy such as {strategies.REPLICATION}"
+            f"{name} trains no model; choose a strategy such as {strategies.REPLICATION}"
         )
     try:
         return system.capabilities(options)
@@ -334,7 +334,7 @@ def require_values(name: str, model: UserModel) -> None:
     if model.is_meta and not getattr(registry.load(name), "materializes", False):
         raise ValueError(
             f"the model is on the device meta, and {name} needs its values: build it on a device, "
-            "or take a strategy that gives a model its values unit by unit (zero3, fsdp)"
+            "or choose a strategy that gives a model its values unit by unit (zero3, fsdp)"
         )
 
 
@@ -351,10 +351,10 @@ def fits(
     """
     own = isinstance(optimizer, optimizers.TorchOptimizer)
     if own and not name.startswith(f"{_OWN}/"):
-        raise ValueError(f"{name} takes the optimizers sgd and adamw; others run under {_OWN}/...")
+        raise ValueError(f"{name} has the optimizers sgd and adamw; others run under {_OWN}/...")
     if own and options.get("offload", "none") != "none":
-        raise ValueError("offload: only the state of sgd and adamw can rest in host memory")
+        raise ValueError("offload: only the state of sgd and adamw can be kept in host memory")
     if strategies.SHARDED[0] in capabilities.features or axes.parts(mesh, "state") > 1:
         optimizers.require_element_wise(optimizer)
     if optimizer.clip_norm is not None and "clipping" in capabilities.declines:
-        raise ValueError(f"{name} does not clip: {capabilities.declines['clipping']}")
+        raise ValueError(f"{name} does not clip gradients: {capabilities.declines['clipping']}")

@@ -39,7 +39,7 @@ class UserModel:
         in_place: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ValueError(f"model {model!r:.60} is no nn.Module: give a module that is built")
+            raise ValueError(f"model {model!r:.60} is not an nn.Module: give a module object")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 f"the model ({type(model).__name__}) has no parameter that requires a gradient: "
@@ -112,7 +112,7 @@ class UserModel:
         assert self._loss is not None
         value: Any = self._loss(outputs, micro.targets)
         if not isinstance(value, Tensor):
-            raise ValueError(f"loss(outputs, targets) returned {value!r:.60}, no tensor")
+            raise ValueError(f"loss(outputs, targets) returned {value!r:.60}, not a tensor")
         if value.dim() == 0:
             return value * micro.weights.sum()
         of_samples = value.reshape(len(value), -1).mean(1)

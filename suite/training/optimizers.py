@@ -107,7 +107,7 @@ def _kind(optimizer: str | type[torch.optim.Optimizer]) -> type[torch.optim.Opti
         remedy = nearest(optimizer, known, "valid")
         raise ValueError(f"unknown optimizer {optimizer!r}; {remedy}, or give a class")
     raise ValueError(
-        f"optimizer {optimizer!r:.60} is neither a name nor a class: the strategy makes it, "
+        f"optimizer {optimizer!r:.60} is neither a name nor a class: the strategy makes one, "
         "because it updates the strategy's tensors; write optimizer(torch.optim.AdamW, lr=...)"
     )
 
@@ -120,18 +120,18 @@ def require_element_wise(given: OptimizerSpec) -> None:
     if not isinstance(given, TorchOptimizer):
         return
     name = given.kind.__name__
-    remedy = "take a strategy that keeps the optimizer's state whole, or an element-wise optimizer"
+    remedy = "choose a strategy that does not shard optimizer state, or an element-wise optimizer"
     try:
         whole, parts = (_trained(given, cuts) for cuts in (1, 2))
     except Exception as error:
         raise ValueError(
-            f"optimizer {name} cannot update parts of parameters, as sharded state asks for: "
+            f"optimizer {name} cannot update parts of parameters, which sharded state needs: "
             f"{type(error).__name__}: {error}; {remedy}"
         ) from error
     if not torch.equal(whole, parts):
         raise ValueError(
-            f"optimizer {name} is not element-wise: it updates a matrix otherwise than two flat "
-            f"parts of it, which is what ranks hold under sharded state; {remedy}"
+            f"optimizer {name} is not element-wise: its updates of a matrix and of two flat parts "
+            f"differ, and with sharded state ranks hold such parts; {remedy}"
         )
 
 

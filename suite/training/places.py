@@ -47,8 +47,8 @@ def run(backend: Backend, world: int, program: Program, timeout: float) -> list[
     :raises TrainingFailed: a rank failed in a way that it could not hand over.
     """
     if backend.mpirun:
-        remedy = f"start the script by it: mpirun -n {world} python {sys.argv[0] or 'train.py'}"
-        raise LaunchError(Problem("an mpirun makes its ranks", remedy, backend.name))
+        remedy = f"start the script by mpirun: mpirun -n {world} python {sys.argv[0] or 'train.py'}"
+        raise LaunchError(Problem("this backend gets its ranks from mpirun", remedy, backend.name))
     if backend.threads:
         return in_threads(backend, world, program, timeout)
     if backend.device != "cpu" and torch.cuda.is_initialized():

@@ -53,7 +53,7 @@ class Source:
             self._indexed = True
         elif not (callable(data) or hasattr(data, "__iter__")):
             raise ValueError(
-                f"data {data!r:.60} is no data: give a DataLoader, a Dataset with batch=, a list "
+                f"data {data!r:.60} is unusable: give a DataLoader, a Dataset with batch=, a list "
                 "of (inputs, targets), or a function step -> (inputs, targets)"
             )
         self._shuffle = bool(shuffle)
@@ -185,7 +185,7 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
                 return inputs, targets
             sizes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
             raise ValueError(
-                f"a batch has inputs and targets of shapes {sizes}: give as many of both"
+                f"a batch has inputs and targets of shapes {sizes}: give one target per sample"
             )
     kinds = type(batch).__name__
     if isinstance(batch, tuple | list):

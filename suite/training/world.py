@@ -169,7 +169,7 @@ def require_mesh(axes: Mapping[str, int], world: int) -> None:
         if axis not in names():
             raise ValueError(f"mesh: unknown axis {axis!r}; {nearest(axis, names(), 'valid')}")
         if type(ranks) is not int or ranks < 1:
-            raise ValueError(f"mesh: axis {axis!r} = {ranks!r} is no number of ranks")
+            raise ValueError(f"mesh: axis {axis!r} = {ranks!r} is not a number of ranks from 1")
     if (asked := size(axes, axes)) != world:
         shape = " x ".join(f"{axis}={ranks}" for axis, ranks in axes.items())
         remedy = f"start {asked} ranks"
@@ -196,8 +196,8 @@ def _initialize(backend: str, timeout: float) -> None:
         return
     rank, world, store = _meeting(timeout)
     if found.threads and world > 1:
-        remedy = f"leave the backend out, or take {USUAL_PROCESSES}"
-        what = "its ranks are threads, but this rank is a process"
+        remedy = f"leave the backend out, or choose {USUAL_PROCESSES}"
+        what = "ranks of this backend are threads, but this rank is a process"
         raise LaunchError(Problem(what, remedy, name))
     address = environment.get("MASTER_ADDR", "")
     if address and gloo.INTERFACE not in environment and (leads := _interface_to(address)):
@@ -228,7 +228,7 @@ def _meeting(timeout: float) -> tuple[int, int, dist.Store]:
     else:
         return 0, 1, dist.HashStore()
     if own >= world:
-        remedy = f"{size} counts the ranks of all nodes, and {rank} goes over all of them"
+        remedy = f"set {size} to the number of ranks of all nodes, and {rank} from 0"
         raise LaunchError(
             Problem(f"{rank}={own} with {size}={world}: ranks are 0 to {world - 1}", remedy)
         )
@@ -247,7 +247,7 @@ def _meeting(timeout: float) -> tuple[int, int, dist.Store]:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment[name]
     if not (text.isascii() and text.isdigit()):
-        raise LaunchError(Problem(f"{name} is no whole number", f"mend {name}", text))
+        raise LaunchError(Problem(f"{name} is not a whole number", f"correct {name}", text))
     return int(text)
 
 

@@ -171,10 +171,12 @@ def watch(
 def _judged(folder: Path, script: list[str] | None) -> int:
     """Judge what ranks left in ``folder``; the exit code."""
     if script:
-        remedy = "leave it out: --judge starts nothing"
-        raise SelectionError(Problem("a script together with --judge", remedy, script[0]))
+        remedy = "leave the script out: --judge starts nothing"
+        raise SelectionError(Problem("--judge takes no script", remedy, script[0]))
     if not folder.is_dir():
-        raise SelectionError(Problem("no such folder", "name one that watch wrote", str(folder)))
+        raise SelectionError(
+            Problem("no such folder", "name a folder that watch wrote", str(folder))
+        )
     return _shown(folder)
 
 
@@ -218,7 +220,7 @@ def _new(results: Path | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             remedy = "name a new folder: records of two runs are not mixed"
-            raise SelectionError(Problem("--results: is not empty", remedy, str(folder)))
+            raise SelectionError(Problem("--results: the folder is not empty", remedy, str(folder)))
     except OSError as error:
         what = f"--results: {error.strerror}"
         raise SelectionError(Problem(what, "name a folder to write into", str(folder))) from None

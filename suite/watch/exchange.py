@@ -145,7 +145,7 @@ class Exchange:
         A thread of an exchange that was given up may never end.  Nothing that it holds is freed
         then, and nobody waits for it: the process is about to end.
         """
-        self.broken = self.broken or "it is closed"
+        self.broken = self.broken or "the exchange is closed"
         for kept in [self._group, *self._given_up] if self._under_way() else ():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         self._group, self._given_up = None, []

@@ -31,10 +31,12 @@ class _Plain(pickle.Unpickler):
     """Numbers, texts, lists, tuples and dictionaries."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"it names {module}.{name}: no dump of plain values")
+        raise pickle.UnpicklingError(f"the file names {module}.{name}, which is no plain value")
 
     def persistent_load(self, given: Any) -> NoReturn:
-        raise pickle.UnpicklingError("it refers to something outside: no dump of plain values")
+        raise pickle.UnpicklingError(
+            "the file refers to an object outside, which is no plain value"
+        )
 
 
 def files(folder: Path) -> dict[int, Path]:
@@ -62,14 +64,14 @@ def standings(folder: Path) -> list[Standing]:
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"larger than {_MOST_BYTES >> 20} MiB")
+            raise ValueError(f"the file is larger than {_MOST_BYTES >> 20} MiB")
         data = path.read_bytes()
         plain = json.loads(data) if data[:1] == b"{" else read_pickle(data, _Plain)
         entries = plain["entries"]
         if not all(isinstance(entry["profiling_name"], str) for entry in entries):
-            raise ValueError("calls without names")
+            raise ValueError("its calls have no names")
     except Exception as error:  # what a damaged pickle raises is of any kind
-        raise ValueError(f"{path}: no Flight Recorder dump: {error}") from error
+        raise ValueError(f"{path}: this is not a dump of the Flight Recorder: {error}") from error
     return dict(plain)
 
 

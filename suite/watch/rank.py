@@ -85,8 +85,8 @@ class Settings:
         replicas = environment.get("SHARDPROOF_WATCH_REPLICAS", "")
         every = environment.get("SHARDPROOF_WATCH_EVERY", "")
         if every and not (every.isdigit() and int(every)):
-            what = "SHARDPROOF_WATCH_EVERY: not a number of steps"
-            raise SelectionError(Problem(what, "write 1 or more, or unset it", every))
+            what = "SHARDPROOF_WATCH_EVERY is not a number of steps"
+            raise SelectionError(Problem(what, "set it to 1 or more, or unset it", every))
         folder = environment.get("SHARDPROOF_WATCH_RESULTS", "")
         launched = "SHARDPROOF_WATCH_PARENT" in environment
         path = Path(folder) if folder else _of_this_job()
@@ -123,7 +123,7 @@ def _earlier_starts(path: Path, environment: Mapping[str, str]) -> int:
         pid, restarts = left["pid"], int(left["restarts"])
     if pid != os.getpid():
         what = "SHARDPROOF_WATCH_RESULTS: the folder holds the records of another run"
-        raise SelectionError(Problem(what, "name a new folder, or unset it", str(path)))
+        raise SelectionError(Problem(what, "set it to a new folder, or unset it", str(path)))
     return restarts + 1
 
 

@@ -26,7 +26,7 @@ def parse(text: str, world: int) -> tuple[tuple[int, ...], ...]:
         if len({*ranks}) < len(ranks):
             raise ValueError("a rank is listed twice")
         if max(ranks) >= world:
-            raise ValueError(f"rank {max(ranks)} of {world}")
+            raise ValueError(f"rank {max(ranks)} does not exist in {world} ranks")
     except ValueError as error:
         what = f"--replicas: {error}"
         remedy = "write all, a number of consecutive ranks, or sets such as 0,2/1,3"
@@ -38,5 +38,7 @@ def _span(item: str) -> range:
     first, dash, last = item.strip().partition("-")
     for word in (first, last) if dash else (first,):
         if not word.strip().isdecimal():
-            raise ValueError(f"{item.strip()!r} is not a rank" if item.strip() else "an empty set")
+            raise ValueError(
+                f"{item.strip()!r} is not a rank" if item.strip() else "a set is empty"
+            )
     return range(int(first), int(last if dash else first) + 1)

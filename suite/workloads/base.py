@@ -126,7 +126,7 @@ class WorkloadFamily(ABC):
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
         """The part of ``model`` with units ``start`` to ``stop - 1``."""
         if not isinstance(model, layers.Stack):
-            raise ValueError(f"a {type(model).__name__} has no stages")
+            raise ValueError(f"a {type(model).__name__} cannot be cut into stages")
         return layers.StackPart(model, start, stop)
 
     def unstaged(self, params: Params) -> str:
@@ -224,7 +224,7 @@ class ModelBuild:
     def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
         """The part of ``module`` with blocks ``start`` to ``stop - 1``."""
         if not 0 <= start < stop <= len(self.units):
-            raise ValueError(f"units {start} to {stop} are no part of a {type(module).__name__}")
+            raise ValueError(f"units {start} to {stop} are not a part of a {type(module).__name__}")
         return self._workload.family.stage(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:

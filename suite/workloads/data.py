@@ -86,8 +86,8 @@ def _scikit_learn_digits() -> np.ndarray:
             return np.array(numbers, dtype=float).reshape(-1, 65)
     places = ", ".join(str(path) for path in DIGITS_FILES)
     raise DataError(
-        f"the digits images are not here: install scikit-learn, or write one of {places} "
-        "with shardproof.workloads.data.write_digits on a machine that has it"
+        f"the digits images are missing: install scikit-learn, or write one of {places} "
+        "with shardproof.workloads.data.write_digits on a machine that has scikit-learn"
     )
 
 

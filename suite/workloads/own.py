@@ -132,7 +132,7 @@ class OwnWorkload(WorkloadFamily):
             with self.told("model(...)"):
                 module = self._model(**params)
         if not isinstance(module, nn.Module):
-            raise WorkloadError(f"{self.name}: model(...) gives {module!r:.80}, no nn.Module")
+            raise WorkloadError(f"{self.name}: model(...) is {module!r:.80}, not an nn.Module")
         module = module.to(place["dtype"])
         return _on_meta(module) if place["device"] == "meta" else module.to(place["device"])
 
@@ -174,7 +174,7 @@ class OwnWorkload(WorkloadFamily):
         if self._stages is not None or chain:
             return ""
         kind = type(model).__name__
-        return f"{self.name} is a {kind}, which only stages= can cut: give that function"
+        return f"{self.name} is a {kind}, which is cut only by stages=: give this function"
 
     def initial(self, seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Tensor:
         """``tensor``, perturbed where it is of floating point."""
@@ -210,15 +210,15 @@ class OwnWorkload(WorkloadFamily):
         parts = tuple(given) if isinstance(given, tuple | list) else (given,)
         if len(parts) not in (2, 3) or not all(isinstance(part, Tensor) for part in parts):
             kinds = ", ".join(type(part).__name__ for part in parts)
-            raise self._wrong(size, f"({kinds})", "inputs, targets and maybe what counts, tensors")
+            raise self._wrong(size, f"({kinds})", "tensors: inputs, targets, maybe a mask")
         if odd := [tuple(part.shape) for part in parts if part.shape[:1] != (size,)]:
             asked = f"{size} samples on the first dimension of each"
             raise self._wrong(size, f"a tensor of shape {odd[0]}", asked)
         inputs, targets, *rest = parts
         valid = rest[0] if rest else torch.ones(targets.shape, dtype=torch.bool)
         if valid.shape != targets.shape or valid.dtype != torch.bool or not bool(valid.any()):
-            shape = f"{valid.dtype} {tuple(valid.shape)} for what counts"
-            raise self._wrong(size, shape, f"bool {tuple(targets.shape)}, some of it true")
+            shape = f"{valid.dtype} {tuple(valid.shape)} as the mask"
+            raise self._wrong(size, shape, f"bool {tuple(targets.shape)}, with some True")
         if inputs.is_floating_point():
             inputs = inputs.to(picks.dtype)
         if targets.is_floating_point():
@@ -226,19 +226,19 @@ class OwnWorkload(WorkloadFamily):
         return Samples(inputs.detach(), targets.detach(), valid)
 
     def _wrong(self, size: int, given: str, asked: str) -> WorkloadError:
-        return WorkloadError(f"{self.name}: batch({size}, ...) gives {given}, expected {asked}")
+        return WorkloadError(f"{self.name}: batch({size}, ...) returned {given}, expected {asked}")
 
     def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """The weighted sum of what ``loss`` gives."""
         if not isinstance(outputs, Tensor):
-            kind = f"a {type(outputs).__name__}, no tensor: return the one that the loss takes"
-            raise WorkloadError(f"{self.name}: the model gives {kind}")
+            kind = f"a {type(outputs).__name__}: return the tensor that the loss takes"
+            raise WorkloadError(f"{self.name}: the model returned {kind}")
         if outputs.is_floating_point():
             outputs = outputs.to(micro.weights.dtype)
         losses, weights = self._loss(outputs, micro.targets), micro.weights
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if not isinstance(losses, Tensor) or not shape or shape != weights.shape[: losses.dim()]:
-            what = f"gives {shape or 'one number'} for targets {tuple(weights.shape)}"
+            what = f"returned {shape or 'one number'} for targets {tuple(weights.shape)}"
             remedy = "return the loss of each target (reduction='none')"
             raise WorkloadError(f"{self.name}: loss(outputs, targets) {what}: {remedy}")
         return (weights.reshape(*losses.shape, -1).sum(-1) * losses).sum()
@@ -277,7 +277,7 @@ def load(path: str) -> OwnWorkload:
         raise WorkloadError(f"workload {path!r} {error}") from error
     if not isinstance(found, OwnWorkload):
         remedy = "write shardproof.OwnWorkload(model=..., loss=..., batch=...)"
-        raise WorkloadError(f"workload {path!r} is {found!r:.80}, no OwnWorkload: {remedy}")
+        raise WorkloadError(f"workload {path!r} is {found!r:.80}, not an OwnWorkload: {remedy}")
     named = copy.copy(found)
     named.name = path
     return named
@@ -294,7 +294,7 @@ def check_name(path: str, traits: Collection[str]) -> None:
     for name in traits:
         if name not in (*HAD, *FOUND):
             have = ", ".join(HAD)
-            raise WorkloadError(f"trait {name!r} would change the model of {path}; others: {have}")
+            raise WorkloadError(f"trait {name!r} would change the model of {path}; valid: {have}")
 
 
 def _repeated(model: nn.Module) -> tuple[str, ...]:

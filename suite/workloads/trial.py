@@ -155,12 +155,12 @@ def _check_values(family: OwnWorkload, workload: Workload) -> None:
     one, two = ({name: tensor.detach() for name, tensor, _ in model} for model in models)
     for name in {*one, *two}:
         if name not in one or name not in two or not torch.equal(one[name], two[name]):
-            remedy = "draw them from torch's global generator, or not at all"
-            raise WorkloadError(f"{family.name}: model(...) gives {name!r} other values: {remedy}")
+            remedy = "draw initial values from torch's global generator only"
+            raise WorkloadError(f"{family.name}: model(...) gives varying {name!r}: {remedy}")
     batches = [workload.fresh_batch(0) for _ in range(2)]
     for what in ("inputs", "targets", "weights"):
         if not torch.equal(*(getattr(batch, what) for batch in batches)):
-            remedy = "draw with its generator alone"
+            remedy = "draw with the given generator only"
             raise WorkloadError(f"{family.name}: batch(...) varies in its {what}: {remedy}")
 
 
@@ -171,8 +171,8 @@ def _other_losses(family: OwnWorkload, one: _Attempt, two: _Attempt) -> Workload
     which = f": {', '.join(dropouts[:3])}" if dropouts else ""
     return WorkloadError(
         f"{family.name}: two forwards of one batch give the losses {one.loss!r} and {two.loss!r}: "
-        f"the model draws from torch's global generator{which}; no cut of the work draws the same: "
-        "build it without (p=0), or draw from a torch.Generator in the module's own attribute "
+        f"the model draws from torch's global generator{which}; a split run draws other numbers: "
+        "build the model with p=0, or draw from a torch.Generator in the module's own attribute "
         "`generator`"
     )
 

@@ -36,8 +36,10 @@ def standing(path: str) -> Iterator[None]:
     now = dict(_parts())
     others = (name for name, part in before.items() if now.get(name, part) is not part)
     if name := next((name for name in others if not _is_own(now[name])), ""):
-        remedy = "leave it as it is, or keep the model in another module than what replaces it"
-        raise WorkloadError(f"workload {path!r} replaces {name}, which judges it: {remedy}")
+        remedy = "do not replace it, or move the model to a module without the replacement"
+        raise WorkloadError(
+            f"workload {path!r} replaces {name}, which judges the workload: {remedy}"
+        )
 
 
 def _parts() -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ FAMILIES = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "PRRTE": "Open MPI"} 
     "Intel(R) MPI": "MPICH",
 }
 REMEDY = (
-    "install one with pip install 'shardproof[mpi]', or your system's Open MPI or MPICH, and put "
+    "install MPI with pip install 'shardproof[mpi]', or your system's Open MPI or MPICH, and put "
     "its mpirun on PATH"
 )
 _VERSION_SECONDS = 20.0
@@ -50,7 +50,7 @@ class MpiRuntime:
     def stays_on_one_machine(self) -> str | None:
         """Why it does not spread ranks over nodes; ``None``: it does."""
         if self.family == "MPICH":
-            return "daemons of MPICH are not started on nodes: use Open MPI 5, or one node"
+            return "MPICH starts no ranks on other nodes here: use Open MPI 5, or one node"
         return None
 
     def launched_by(self, program: str) -> dict[str, str]:
@@ -99,4 +99,4 @@ def problem() -> str | None:
     """Why ranks cannot talk by MPI here; ``None``: they can."""
     if importlib.util.find_spec("mpi4py") is None:
         return "MPI needs the package mpi4py, which is not installed: see docs/install-extras.md"
-    return None if find() is not None else f"MPI needs an mpirun, and there is none: {REMEDY}"
+    return None if find() is not None else f"MPI needs mpirun, which is missing: {REMEDY}"

@@ -162,8 +162,8 @@ def join(joining: Joining) -> None:
     comm, rank, world = start().COMM_WORLD, joining.rank, joining.world
     if (comm.Get_rank(), comm.Get_size()) != (rank, world):
         raise RuntimeError(
-            f"MPI calls this rank {comm.Get_rank()} of {comm.Get_size()}, not {rank} of {world}: "
-            f"start it by mpirun -np {world}, of the same MPI as mpi4py's"
+            f"for MPI this process is rank {comm.Get_rank()} of {comm.Get_size()}, not {rank} of "
+            f"{world}: start it by `mpirun -np {world}` of the MPI that mpi4py uses"
         )
     limit, store = joining.timeout, joining.store
     c10d.default_pg_timeout = limit  # of groups made later

@@ -79,7 +79,7 @@ class Mail:
         :raises ValueError: MPI has no such tag.
         """
         if not 0 <= 2 * tag <= self._most:
-            raise ValueError(f"tag {tag} is outside of what this MPI has: 0 to {self._most // 2}")
+            raise ValueError(f"tag {tag} is not valid with this MPI; valid: 0 to {self._most // 2}")
         return 2 * tag
 
     def swap(
@@ -140,7 +140,7 @@ class _Landing:
         """``output`` will be ``value``, which is here already."""
         if output.numel() != value.numel():
             raise errors.CollectiveMismatch(
-                f"{output.numel()} elements cannot hold the {value.numel()} of their result"
+                f"a buffer of {output.numel()} elements cannot hold a result of {value.numel()}"
             )
         if output.data_ptr() != value.data_ptr() or output.stride() != value.stride():
             # What is staged may be written over an input, and this value be one.

@@ -33,8 +33,8 @@ def parse_sizes(texts: Sequence[str]) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d{1,10})(KiB|MiB)?", text, re.ASCII)
         size = int(match[1]) * {None: 1, "KiB": 2**10, "MiB": 2**20}[match[2]] if match else 0
         if not 4 <= size <= 2**30 or size % 4:
-            remedy = "write bytes, e.g. 4, 64KiB or 16MiB: a multiple of 4, at most 1024MiB"
-            raise SelectionError(Problem("--bytes takes a size", remedy, text))
+            remedy = "write a multiple of 4 bytes up to 1024MiB, e.g. 4, 64KiB or 16MiB"
+            raise SelectionError(Problem("--bytes: this is not a valid size", remedy, text))
         sizes.add(size)
     return tuple(sorted(sizes)) or collectives.SIZES
 
@@ -85,13 +85,13 @@ class CollectivesPlan:
         )
         sides.check_backend(backend)
         if not BACKENDS[backend].sends:
-            what = "this backend sends nothing from one rank to one other"
+            what = "this backend cannot send from one rank to another"
             raise SelectionError(Problem(what, "choose another backend", backend))
         if request.world < 2:
-            raise SelectionError(Problem("one rank sends nothing", "--world 2, or more", "1"))
+            raise SelectionError(Problem("one rank sends nothing", "choose --world 2 or more", "1"))
         if nodes is not None and request.world > nodes.places:
-            what = f"{request.world} ranks do not fit {nodes}"
-            raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
+            what = f"{request.world} ranks do not fit on {nodes}"
+            raise SelectionError(Problem(what, "raise --nodes or --ranks-per-node"))
         request.check()
         return replace(self, request=request)
 

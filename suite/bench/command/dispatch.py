@@ -70,7 +70,7 @@ class OfOneKind(TyperCommand):
             if not having:
                 raise
             what = f"{option} is no option of `bench {ctx.info_name}`"
-            remedy = f"leave it out: it belongs to `bench {'`, `bench '.join(having)}`"
+            remedy = f"leave {option} out, or use `bench {'` or `bench '.join(having)}`"
             raise SelectionError(Problem(what, remedy, option)) from None
 
 
@@ -85,8 +85,8 @@ def meant(words: Sequence[str]) -> str:
         return PAIR
     kinds = {sides.kind_of(path) for path in sides.files(words)} if words else set()
     if SCALING in kinds and len(kinds) > 1:
-        remedy = "name scenarios of pairs in one command and those of scaling in another"
-        raise SelectionError(Problem("two kinds of scenario", remedy, " ".join(words)))
+        remedy = "name speed scenarios in one command and scaling scenarios in another"
+        raise SelectionError(Problem("the scenarios are of two kinds", remedy, " ".join(words)))
     return SCALING if SCALING in kinds else SPEED
 
 
@@ -102,8 +102,8 @@ def _are_implementations(names: Sequence[str]) -> bool:
     if not any("/" in name or ":" in name or name in known for name in names):
         return False
     if len(names) != 2:
-        what = f"a pair has two sides, not {len(names)}"
-        raise SelectionError(Problem(what, "name A and B", " ".join(names)))
+        what = f"a pair is two implementations, not {len(names)}"
+        raise SelectionError(Problem(what, "name exactly two, A and B", " ".join(names)))
     for name in names:
         registry.check(name)
     return True

@@ -67,7 +67,7 @@ class TimedPlan:
 
         asked = dict.fromkeys(s.bandwidth for s in self.subjects if isinstance(s, Cell))
         if "" in asked and len(asked) > 1:
-            what = "some of these cells ask for bandwidths, others would be timed at each of them"
+            what = "some of these cells name bandwidths and others do not"
             raise SelectionError(Problem(what, "time them by two commands", self.subjects[0].name))
         return [bits_per_second(text) for text in asked if text]
 
@@ -163,8 +163,8 @@ def of_cells(names: Sequence[str], selected: Selected, how: How) -> TimedPlan:
     :raises InputError: faulty files, or options that do not fit.
     """
     if FailOn.slower in (how.fail_on or ()):
-        what = "--fail-on slower: scaling has a target, and no side that is slower"
-        remedy = "write --fail-on goal: exit code 1 below the target"
+        what = "--fail-on slower does not apply to scaling, which has a target"
+        remedy = "write --fail-on goal, which gives exit code 1 below the target"
         raise SelectionError(Problem(what, remedy, " ".join(names)))
     cells = matrix.read(sides.files(names))
     if how.backend:
@@ -203,9 +203,9 @@ def _changed(pairs: Sequence[Pair], how: How, goal: Goal) -> list[Pair]:
     ids = [pair.id for pair in pairs]
     if twice := [name for name in ids if ids.count(name) > 1]:
         remedy = "give one of them another name"
-        raise SelectionError(Problem("two comparisons of one id", remedy, twice[0]))
+        raise SelectionError(Problem("two comparisons have the same id", remedy, twice[0]))
     if FailOn.goal in (how.fail_on or ()) and all(pair.goal is None for pair in pairs):
-        what, remedy = "--fail-on goal: no pair here has a goal", "give one, e.g. --goal 1.10"
+        what, remedy = "--fail-on goal: no pair here has a goal", "set one, e.g. --goal 1.10"
         raise SelectionError(Problem(what, remedy, ids[0]))
     return pairs
 
@@ -221,8 +221,8 @@ def _between(cells: Sequence[Cell], nodes: Nodes | None) -> list[Cell]:
     here = [c for c in cells if not c.bandwidth or bits_per_second(c.bandwidth) == rate]
     if not here:
         asked = ", ".join(dict.fromkeys(cell.bandwidth for cell in cells))
-        what = f"these cells are between nodes that send with {asked}"
-        remedy = "`shardproof cluster bench`, with no --bandwidth or one of these"
+        what = f"these cells need nodes with a bandwidth of {asked}"
+        remedy = "use `shardproof cluster bench`, without --bandwidth or with one of these"
         raise SelectionError(Problem(what, remedy, cells[0].name))
     if len(here) < len(cells) and nodes is None:
         left = number(len(cells) - len(here), "cell")
@@ -238,11 +238,11 @@ def _with_room(subjects: Sequence[Subject], nodes: Nodes) -> list[Subject]:
     room = [s for s in subjects if isinstance(s, Cell) or nodes.has_room(s.backend, s.world)]
     if not room:
         least = min(subject.world for subject in subjects)
-        what = f"no comparison fits {nodes}: they need {least} or more"
-        raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
+        what = f"no comparison fits on {nodes}: the smallest needs {least} ranks"
+        raise SelectionError(Problem(what, "raise --nodes or --ranks-per-node"))
     for subject in room:
         if why := nodes.not_far(subject.backend):
-            raise SelectionError(Problem(why, "leave --delay out, or time gloo", subject.id))
+            raise SelectionError(Problem(why, "omit --delay, or use --backend gloo", subject.id))
     if len(room) < len(subjects):
         left = number(len(subjects) - len(room), "comparison")
         echo(f"{nodes}: {left} skipped: they need more ranks", err=True)

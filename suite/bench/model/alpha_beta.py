@@ -147,7 +147,7 @@ def cost(operation: str, algorithm: str, ranks: int) -> Cost:
     if formula is None:
         known = [name for op, name in COSTS if op == operation]
         remedy = nearest(algorithm, known, f"algorithms of {operation}")
-        raise SelectionError(Problem("no cost formula", remedy, f"{operation} by {algorithm}"))
+        raise SelectionError(Problem("there is no formula", remedy, f"{operation} by {algorithm}"))
     if ranks < 2:
         return FREE
     steps, volume = formula(ranks)
@@ -189,10 +189,10 @@ def fit(
     :raises ValueError: no times, or one that is not positive.
     """
     if not times or any(not t > 0 for t in times.values()):
-        raise ValueError(f"{operation}: a fit needs positive times, not {dict(times)}")
+        raise ValueError(f"{operation}: a cost model needs positive times, not {dict(times)}")
     steps, volume = map(float, cost(operation, algorithm, ranks))
     if not steps:
-        raise ValueError(f"{operation} in a group of {ranks} costs nothing: there is no fit")
+        raise ValueError(f"{operation} in a group of {ranks} sends nothing: no cost model fits")
     # Each row: steps/t * alpha + volume*n/t * beta = 1.
     rows = [(steps / t, volume * n / t) for n, t in sorted(times.items())]
     alpha, beta = least_squares(rows)

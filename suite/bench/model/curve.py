@@ -38,7 +38,7 @@ class Compute:
         :raises ValueError: no number of samples, or one below 1.
         """
         if not gradients or min(gradients) < 1:
-            raise ValueError(f"compute needs times of at least one sample, not {dict(gradients)}")
+            raise ValueError(f"a model needs times of 1 sample or more, not {dict(gradients)}")
         few, many = min(gradients), max(gradients)
         slope = gradients[many] / many
         if few < many:
@@ -65,7 +65,7 @@ def facts_at(facts: ModelFacts, axis: str, ranks: int, samples: int | None = Non
     if problem := cannot_fit(grown):
         raise NoCostModel(problem)
     if (stages := parts(axes, "layers")) > 1 and not all(stages_of(grown).units):
-        raise NoCostModel(f"{len(facts.units)} units cannot fill the stages of {stages} ranks")
+        raise NoCostModel(f"{len(facts.units)} units are too few for the stages of {stages} ranks")
     return grown
 
 
@@ -94,13 +94,13 @@ def pipeline_stretch(facts: ModelFacts) -> float:
     ranks = facts.parts("layers")
     if ranks == 1:
         return 1.0
-    name = schedule_name(facts.options) or "orders of the user's own"
+    name = schedule_name(facts.options) or "the orders given by the user"
     chunks = max(1, len(stages_of(facts).place) // ranks)
     setting = Setting(ranks, facts.rounds, chunks)
     form = FORMS.get(name)
     bubble = None if form is None else form.makespan(setting)
     if bubble is None:
-        raise NoCostModel(f"no closed form of the bubble of {name} at {ranks} ranks")
+        raise NoCostModel(f"there is no closed form of the bubble of {name} at {ranks} ranks")
     return float(1 + bubble / setting.ideal)
 
 
@@ -145,7 +145,7 @@ class Ground:
         try:
             cost_model = cost_model_of(self.strategy, facts_at(facts, axis, ranks, own))
             if cost_model is None:
-                raise Unmodelled(f"{self.strategy} has no formulas")
+                raise Unmodelled(f"strategy {self.strategy} has no cost formulas")
             return self._predicted(cost_model, own)
         except NoCostModel as error:
             raise Unmodelled(str(error)) from None

@@ -223,7 +223,7 @@ def predict(
     algorithms_by = algorithms_of(backend)
     if not algorithms_by:
         known = ", ".join(filter(algorithms_of, BACKENDS))
-        raise Unmodelled(f"no cost formulas for backend {backend}: {known}")
+        raise Unmodelled(f"no cost formulas for backend {backend}, only for {known}")
     alpha = beta = busy = waiting = 0.0
     for call in calls:
         if call.operation == "recv" or call.ranks < 2:

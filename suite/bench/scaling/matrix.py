@@ -23,9 +23,9 @@ MOST_SAMPLES = 4096
 
 def _growing(worlds: list[int]) -> list[int]:
     if worlds != sorted(set(worlds)):
-        raise ValueError("worlds must grow, each named once")
+        raise ValueError("list worlds in ascending order, each once")
     if worlds and worlds[0] < 2:
-        raise ValueError("worlds start at 2: one rank is the base case")
+        raise ValueError("worlds must be 2 or more: one rank is the base case")
     return worlds
 
 
@@ -40,13 +40,13 @@ class SystemModel(sides.SideModel):
     @model_validator(mode="after")
     def _has_label(self) -> SystemModel:
         if self.options and self.label is None:
-            raise ValueError("options need a label, which distinguishes them in ids")
+            raise ValueError("options need a label for ids: add e.g. `label: mine`")
         return self
 
     @model_validator(mode="after")
     def _has_a_mesh_that_is_read(self) -> SystemModel:
         if self.mesh and not self.takes_mesh:
-            raise ValueError("no mesh here: all ranks are put on the system's data axis")
+            raise ValueError("leave `mesh` out: all ranks are on the system's data axis")
         return self
 
 
@@ -70,9 +70,9 @@ class ScaledSystem(SystemModel):
     @model_validator(mode="after")
     def _names_its_mesh(self) -> ScaledSystem:
         if (self.mesh or self.micro_batches) and self.label is None:
-            raise ValueError("add a label to a mesh or micro-batches, to distinguish ids")
+            raise ValueError("mesh and micro_batches need a label for ids: add `label: ...`")
         if self.grows in self.mesh:
-            raise ValueError(f"{self.grows} grows, so that `mesh` cannot give its size")
+            raise ValueError(f"leave {self.grows} out of `mesh`: `grows` names the same axis")
         return self
 
 
@@ -99,7 +99,7 @@ def _rate(text: str) -> str:
 
 def _both(base: list[str]) -> list[str]:
     if tuple(base) != BASES:
-        raise ValueError("both cases are stated: [plain, wrapped]")
+        raise ValueError("write both base cases: [plain, wrapped]")
     return base
 
 
@@ -150,7 +150,7 @@ def read(paths: Iterable[Path]) -> list[Cell]:
     faults.end()
     ids = [cell.id for cell in cells]
     if twice := [name for name in ids if ids.count(name) > 1]:
-        raise ScenarioError([Problem("two cells of one id", "give one of them a label", twice[0])])
+        raise ScenarioError([Problem("two cells have one id", "give a label to one", twice[0])])
     return cells
 
 
@@ -163,7 +163,7 @@ def _base(model: ScalingScenario, micro_batches: int | None = None) -> WorkloadS
     own, other = batches if model.mode == "strong" else reversed(batches)
     batch = getattr(work, own)
     if batch is None or getattr(work, other) is not None:
-        what = f"{model.mode} scaling takes workload.{own}, not {other}"
+        what = f"{model.mode} scaling needs workload.{own}, not {other}"
         raise SelectionError(Problem(what, f"write `{own}: ...`"))
     return work.spec(batch, micro_batches)
 
@@ -205,7 +205,7 @@ def _require_whole_mesh(cell: Cell) -> None:
     if cell.world % cell.inner:
         inner = " x ".join(f"{axis} {size}" for axis, size in cell.system.mesh.items())
         what = f"{cell.title}: {cell.world} ranks cannot be cut into parts of {inner}"
-        remedy = f"choose worlds that {cell.inner} divides, by `worlds` of this system or --world"
+        remedy = f"choose multiples of {cell.inner} as `worlds` of this system or --world"
         raise SelectionError(Problem(what, remedy, str(cell.world)))
 
 
@@ -223,6 +223,6 @@ def check(cell: Cell) -> None:
     """
     sides.check_backend(cell.backend)
     if cell.world < 2:
-        raise SelectionError(Problem("one rank is the base case", "worlds start at 2", "1"))
+        raise SelectionError(Problem("one rank is the base case", "choose --world 2 or more", "1"))
     _require_whole_mesh(cell)
     sides.check_launches(cell)

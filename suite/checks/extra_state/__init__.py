@@ -114,11 +114,11 @@ def _check_names(evidence: Evidence, rules: Follows, state: Assembled, step: int
         names = [before + name for name in trained] if star else [rule.name]
         wanted += [name for name in names if name not in buffers]
     if missing := [name for name in wanted if name not in state.tensors]:
-        remedy = "return it from extra_state(), as 'follows' names it"
-        raise Lacking(f"{place}: no rank shows {some(missing)}: {remedy}")
+        remedy = "return each from extra_state(), named as in Capabilities.follows"
+        raise Lacking(f"{place}: no rank returns {some(missing)}: {remedy}")
     if more := [name for name in state.tensors if rules.rule_of(name) is None]:
-        remedy = "add its rule to Capabilities.follows"
-        raise Lacking(f"{place}: there is {some(more)}, which has no rule: {remedy}")
+        remedy = "add one to Capabilities.follows"
+        raise Lacking(f"{place}: {some(more)} has no rule: {remedy}")
 
 
 def _now(evidence: Evidence, step: int) -> Now:
@@ -144,7 +144,7 @@ def _must_have_moved(
         if (found is not None and found[0].text != EQUAL) or name not in first:
             continue
         if torch.equal(first[name], tensor):
-            raise Differs(f"{name!r} never changed: after the last step it is as after setup")
+            raise Differs(f"{name!r} never changed: it is equal after setup and the last step")
         rows.append(ComparisonRow(*place, name, "all ranks", 0.0, 0.0))
 
 

@@ -52,7 +52,7 @@ def claimed(
     if schedule is not None and not isinstance(schedule, Schedule):
         raise BrokenContract(f"{asked} returned a {type(schedule).__name__}, not a Schedule")
     if schedule is not None and schedule.micro_batches != size:
-        raise BrokenContract(f"{asked} is for {schedule.micro_batches} micro-batches")
+        raise BrokenContract(f"{asked} has {schedule.micro_batches} micro-batches, not {size}")
     return schedule
 
 

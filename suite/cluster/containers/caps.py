@@ -26,8 +26,8 @@ _PROGRAM = ("python3", "-m", "shardproof.cluster.containers.node_caps")
 _ROUND_TRIP = ("python3", "-m", "shardproof.cluster.containers.round_trip")
 #: What to do where a busy machine does not give what is declared.
 _BUSY = {
-    "": "free the machine, or declare less",
-    "delay_seconds": "free the machine, or declare more",
+    "": "end other work on the machine, or declare less",
+    "delay_seconds": "end other work on the machine, or declare more",
 }
 #: Bytes at least that bandwidth is measured by.
 _LEAST_BYTES = 1 << 18
@@ -188,7 +188,7 @@ def complaints(
                 # Of memory and time more, of all else less is what a busy machine gives.
                 scarce = {"memory_bytes": False, "delay_seconds": has > asked}
                 less = scarce.get(name, has < asked)
-                why = _BUSY.get(name, _BUSY[""]) if less else "the kernel keeps no such cap"
+                why = _BUSY.get(name, _BUSY[""]) if less else "the kernel does not apply this cap"
                 figures = (
                     f"declared {cap_in_words(name, asked)}, measured {cap_in_words(name, has)}"
                 )

@@ -130,7 +130,7 @@ def run(
         if keep and code != INTERRUPTED:
             leave()
     if code not in (HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED):
-        say(f"the head ended with code {code}: it was stopped from outside, or crashed\n")
+        say(f"the head container ended with code {code}: it was stopped from outside, or crashed\n")
         return NOT_DECIDED
     return code
 
@@ -151,7 +151,7 @@ def told_by_the_engine() -> Iterator[None]:
     try:
         yield
     except failures() as error:
-        raise NoCluster(f"the engine cannot run the cluster: {error}") from None
+        raise NoCluster(f"the container engine cannot run the cluster: {error}") from None
 
 
 def _faults(
@@ -381,7 +381,7 @@ def clean(engine: Any, say: Callable[[str], None], everything: bool = False) -> 
     for name, there in sorted(found.items()):
         does = what_it_does(there)
         if not everything and does != LEFT_OVER:
-            say(f"left: {name}, which {does}; `cluster clean --all` ends it, too\n")
+            say(f"kept: {name}, which {does}; `cluster clean --all` removes it, too\n")
         else:
             gone = not remove(engine, name) and gone
             for folder in {Path(label_of(part, WRITES)) for part in there}:
@@ -401,9 +401,9 @@ def what_it_does(there: Sequence[Any]) -> str:
     place, _, process = made_by.rpartition("/")
     if place != this_place():
         runs = any(getattr(part, "status", "") in ("running", "paused") for part in there)
-        return "is active, started elsewhere" if runs else LEFT_OVER
+        return "is active and was started elsewhere" if runs else LEFT_OVER
     pid, _, began = process.partition("-")
-    return "goes on" if str(process_control.began(int(pid))) == began else LEFT_OVER
+    return "is active" if str(process_control.began(int(pid))) == began else LEFT_OVER
 
 
 def made_by(pid: int) -> str:

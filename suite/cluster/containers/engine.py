@@ -58,7 +58,7 @@ def client() -> Any:
         found.ping()
     except failures() as error:
         what = (
-            "no container engine answers: install docker, start its daemon, let this user reach it"
+            "no container engine answers: install docker, start its daemon, give this user access"
         )
         raise NoCluster(f"{what} ({error})") from None
     return found
@@ -107,9 +107,9 @@ class Output:
     def _require_going_on(self) -> None:
         state, name = self._engine.api.inspect_container(self._box.id)["State"], self._box.name
         if state["Paused"]:
-            raise NoCluster(f"{name} is paused from outside: run it again")
+            raise NoCluster(f"container {name} was paused from outside: run the command again")
         if not state["Running"] and not self.ended.wait(_SILENT_SECONDS):
-            raise NoCluster(f"{name} has ended, with everything that ran in it: run it again")
+            raise NoCluster(f"container {name} has ended: run the command again")
 
     def _follow(self) -> None:
         try:
@@ -195,7 +195,7 @@ def is_old(engine: Any, image: str) -> bool:
 def _wanted(engine: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """The facts about images, the arguments of their build, and digests of their inputs."""
     if not (ROOT / "Dockerfile").exists():
-        raise NoCluster(f"images are built from a checkout, but {ROOT} is not one")
+        raise NoCluster(f"images can be built only from a checkout, which {ROOT} is not")
     arguments = image_inputs.arguments(os.environ)
     base = _base_image(engine)
     found = _found(engine, base)

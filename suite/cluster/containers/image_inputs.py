@@ -44,8 +44,8 @@ def checked(name: str, value: str, what: str, pattern: str) -> str:
     :raises SelectionError: it is none.
     """
     if not re.fullmatch(pattern, value):
-        shown = "it" if name in _PLACES else repr(value)  # an address may hold a password
-        raise SelectionError(Problem(f"{shown} is not {what}", "correct the variable", name))
+        shown = "the value" if name in _PLACES else repr(value)  # an address may hold a password
+        raise SelectionError(Problem(f"{shown} is not {what}", f"correct {name}", name))
     return value
 
 

@@ -25,13 +25,13 @@ def require_gpus(engine: Any, torch: str) -> None:
     """
     if RUNTIME not in engine.info().get("Runtimes", {}):
         raise NoCluster(
-            f"the engine hands no GPUs to containers: it has no runtime {RUNTIME}; install the "
-            "NVIDIA container toolkit, `nvidia-ctk runtime configure --runtime=docker`, start the "
-            "engine again; or choose --backend gloo"
+            f"the engine gives no GPUs to containers: it has no runtime {RUNTIME}; install "
+            "the NVIDIA container toolkit, run `nvidia-ctk runtime configure --runtime=docker` and "
+            "restart the engine; or choose --backend gloo"
         )
     if image_inputs.is_locked(torch):
         raise NoCluster(
-            "the images have a torch for CPUs: build others, such as IMAGE=shardproof-gpu "
+            "the images have a torch for CPUs only: build images by IMAGE=shardproof-gpu "
             f"TORCH={torch}+cu130 TORCH_INDEX=https://download.pytorch.org/whl/cu130"
         )
 

@@ -56,7 +56,7 @@ def wait(*doors: str, seconds: float = START_SECONDS) -> None:
     :raises NoCap: one has not come.
     """
     if (late := awaited(map(Path, doors), seconds)) is not None:
-        raise NoCap(f"{late.name}: its agent has not started within {seconds:g} s")
+        raise NoCap(f"the agent of {late.name} has not started within {seconds:g} s")
 
 
 def shape(bytes_per_second: str) -> None:
@@ -71,8 +71,8 @@ def shape(bytes_per_second: str) -> None:
         _ask_kernel(shaping(socket.if_nametoindex(INTERFACE), int(bytes_per_second)))
     except OSError as error:
         remedy = {
-            errno.ENOENT: "the kernel has no tbf; load its module sch_tbf",
-            errno.EPERM: "the engine gives no NET_ADMIN in a node's network; use one that does",
+            errno.ENOENT: "the kernel has no tbf; load the kernel module sch_tbf",
+            errno.EPERM: "the engine must grant NET_ADMIN in a node's network; use one that does",
         }.get(error.errno or 0, "`shardproof doctor --cluster` lists what the kernel has")
         raise NoCap(f"bandwidth cannot be capped ({error.strerror}): {remedy}") from None
 

@@ -91,7 +91,7 @@ def part(store: dist.Store, place: Place, seconds: float) -> None:
     if place.rank != 0:
         store.add("parted", 1)
         return
-    late = f"not all {place.world} ranks parted"
+    late = f"not all {place.world} ranks have left"
     wait(store, place, lambda: bool(store.add("parted", 0) >= place.world - 1), seconds, late)
 
 
@@ -159,7 +159,7 @@ def _worlds(entries: Sequence[Entry]) -> Problem | None:
                 f"rank {first.rank} ({first.host}) was started with {first.world} ranks, "
                 f"rank {entry.rank} ({entry.host}) with {entry.world}"
             )
-            return Problem(what, "set one WORLD_SIZE on all, the number of ranks of all nodes")
+            return Problem(what, "set WORLD_SIZE on all to the number of ranks of all nodes")
     return None
 
 
@@ -169,11 +169,11 @@ def _twice(entries: Sequence[Entry]) -> Problem | None:
         other = seen.setdefault(entry.rank, entry)
         if other is entry:
             continue
-        what, here = f"two ranks have number {entry.rank}", entry.host
+        what, here = f"two processes have rank {entry.rank}", entry.host
         if other.host == here:
-            remedy = "RANK counts ranks, not nodes: node * ranks per node + LOCAL_RANK; or an "
-            return Problem(f"{what}, both on {here}", f"{remedy}earlier job has this MASTER_PORT")
-        remedy = "give every node a rank of its own (torchrun: --node-rank; by hand: RANK)"
+            remedy = "set RANK to node * ranks per node + LOCAL_RANK, or choose a new MASTER_PORT, "
+            return Problem(f"{what}, both on {here}", f"{remedy}if an earlier job uses this one")
+        remedy = "give every node a different rank (torchrun: --node-rank; by hand: RANK)"
         return Problem(f"{what}, on {other.host} and on {here}", remedy)
     return None
 
@@ -186,16 +186,16 @@ def _one_a_node(entries: Sequence[Entry]) -> Problem | None:
     step = world // len(entries)
     if told or not apart or step < 2 or ranks != list(range(0, world, step)):
         return None
-    what = f"one process was started per node, as {spans(ranks)} of {world} ranks"
-    return Problem(what, f"start {step} per node, e.g. torchrun --nproc-per-node {step}")
+    what = f"one process was started per node, as ranks {spans(ranks)} of {world}"
+    return Problem(what, f"start {step} processes per node, e.g. torchrun --nproc-per-node {step}")
 
 
 def _loopback(entries: Sequence[Entry]) -> Problem | None:
     """Only asked of entries of all ranks: they met, but gloo would go by the loopback."""
     for entry in entries:
         if entry.loopback and len({other.host for other in entries}) > 1:
-            what = f"MASTER_ADDR is the loopback on {entry.host}, on a job of several machines"
-            remedy = "correct its /etc/hosts, or give an IP address"
+            what = f"MASTER_ADDR is the loopback on {entry.host}, but the job has several machines"
+            remedy = "correct /etc/hosts there, or set MASTER_ADDR to an IP address"
             return Problem(what, remedy, entry.address)
     return None
 
@@ -227,10 +227,11 @@ def answer(store: dist.Store, place: Place, seconds: float, interface: str | Non
     number = int(store.add(_CAME, 1))
     store.set(f"entry{number}", json.dumps(asdict(entry)))
     if number > place.world:  # the others may be under way
-        many = Problem(f"over {place.world} ranks arrived", "choose a MASTER_PORT for each job")
+        remedy = "choose a different MASTER_PORT for each job"
+        many = Problem(f"more than {place.world} ranks arrived", remedy)
         refuse(store, place, mistake(_read(store, number)) or many)
     if number > 1:
-        late = "the first rank to come did not end the roll call"
+        late = "the first rank did not report all ranks as present"
         until = seconds + READING_SECONDS
         wait(store, place, lambda: store.check(["complete"]), until, late)
         return

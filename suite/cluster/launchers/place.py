@@ -80,7 +80,7 @@ class Place:
         :raises LaunchError: there is no MPI, or not the one whose ``mpirun`` started this.
         """
         if reason := Mpi().available():
-            remedy = "or choose another --backend"
+            remedy = "correct this, or choose another --backend"
             raise LaunchError(Problem(reason, remedy, f"--backend {Mpi.name}"))
         found = group.start()
         comm = found.COMM_WORLD
@@ -89,8 +89,8 @@ class Place:
         unlink_segments()  # however this process ends: only in order does it leave MPI
         for names in LAUNCHERS.values():
             if int(os.environ.get(names.world, world)) != world:
-                what = f"MPI knows of {world} ranks, but the launcher started "
-                remedy = "use the mpirun of the MPI that mpi4py finds, or --backend gloo"
+                what = f"MPI sees {world} ranks, but the launcher started "
+                remedy = "use the mpirun of the MPI that mpi4py loads, or choose --backend gloo"
                 problem = Problem(what + os.environ[names.world], remedy, f"--backend {Mpi.name}")
                 raise LaunchError(problem)
         store, place = None, ("", 0)
@@ -112,8 +112,8 @@ class Place:
                 return cls._of(names, environment)
         known = ", ".join(LAUNCHERS)
         example = "torchrun --nproc-per-node 4 -m shardproof.cluster.torchrun"
-        remedy = f"start it with one of {known}, e.g. {example}"
-        raise LaunchError(Problem("no launcher: the rank is unknown", remedy))
+        remedy = f"start the command with one of {known}, e.g. {example}"
+        raise LaunchError(Problem("no launcher has set the rank of this process", remedy))
 
     @classmethod
     def _of(cls, names: Names, environment: Mapping[str, str]) -> Place:
@@ -133,15 +133,15 @@ class Place:
         local_rank, local_world = optional(names.local_rank, 0), optional(names.local_world, 1)
         _fits(names, rank, world, local_rank, local_world)
         if names is LAUNCHERS["Slurm"] and world > 1 and "SLURM_STEP_ID" not in environment:
-            what = f"one process was started for {names.world}={world}, in the batch script itself"
-            raise LaunchError(Problem(what, "put `srun` before the command, which starts them all"))
+            what = f"the batch script itself started one process for {names.world}={world}"
+            raise LaunchError(Problem(what, "put `srun` before the command to start all ranks"))
         nodes = (optional(names.nodes, 1) if names.nodes else None) or 1
         several = nodes > 1 or (local_world or world) < world
         address = environment.get("MASTER_ADDR", "")
         if not address:
             # One node needs no address of another.
             if not (world == 1 or local_world == world):
-                remedy = "set it to the first node's host name, the same on every rank"
+                remedy = "set it to the host name of the first node, on every rank"
                 raise LaunchError(Problem("MASTER_ADDR is not set", remedy))
             address = "127.0.0.1"
         elif several:
@@ -205,12 +205,12 @@ class Place:
         known = {
             "EADDRINUSE": Problem(
                 f"rank 0 cannot listen at port {self.port}, which is in use on this machine",
-                f"{free}; or two ranks were given 0",
+                f"{free}; or correct RANK, if two processes have rank 0",
             ),
             "Ping failed": Problem(f"a program that is not rank 0 listens at {where}", free),
             "timed out": Problem(
                 f"rank {self.rank} found no rank 0 at {where} in {MEETING_SECONDS:g} s",
-                "start rank 0 there, and let this machine reach that name and port",
+                "start rank 0 there, and check that this machine reaches that name and port",
             ),
         }
         found = (problem for word, problem in known.items() if word in str(error))
@@ -223,14 +223,14 @@ def _fits(
     """:raises LaunchError: numbers that cannot be together."""
     if rank >= world:
         what = f"{names.rank}={rank} with {names.world}={world}: ranks are 0 to {world - 1}"
-        remedy = f"{names.world} counts the ranks of all nodes, not those of one, nor the nodes"
+        remedy = f"set {names.world} to the number of ranks of all nodes"
     elif local_world is not None and local_world > world:
         what = f"{names.local_world}={local_world} on a node, but {names.world}={world} in all"
-        remedy = f"{names.world} counts the ranks of all nodes"
+        remedy = f"set {names.world} to the number of ranks of all nodes"
     elif local_rank is not None and local_rank >= (local_world or world):
         most, size = (names.local_world, local_world) if local_world else (names.world, world)
         what = f"{names.local_rank}={local_rank} with {most}={size}"
-        remedy = f"{names.local_rank} counts the ranks of a node from 0"
+        remedy = f"number the ranks of each node from 0 in {names.local_rank}"
     else:
         return
     raise LaunchError(Problem(what, remedy))
@@ -249,12 +249,10 @@ def _refuse_loopback(address: str, interface: str | None) -> None:
         return
     if literal:
         what = "MASTER_ADDR is a loopback address: every node reaches only itself"
-        remedy = (
-            "set it to the first node's host name; GLOO_SOCKET_IFNAME=lo if all are one machine"
-        )
+        remedy = "set it to the first node's host name; or GLOO_SOCKET_IFNAME=lo on one machine"
     else:
-        what = "MASTER_ADDR resolves to the loopback on this machine, on a job of several nodes"
-        remedy = "fix /etc/hosts, give an IP address, or set GLOO_SOCKET_IFNAME to its interface"
+        what = "MASTER_ADDR resolves to the loopback here, but the job has several nodes"
+        remedy = "correct /etc/hosts, or set MASTER_ADDR to an IP address or GLOO_SOCKET_IFNAME"
     raise LaunchError(Problem(what, remedy, address))
 
 

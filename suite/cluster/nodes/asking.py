@@ -43,16 +43,16 @@ def ask(folder: Path, what: str, node: int, seconds: float = 0.0) -> None:
         with (folder / PIPE).open("w") as pipe:
             pipe.write(json.dumps(request) + "\n")
     except OSError as error:
-        raise NotDone(f"no process makes faults of nodes here: {error}") from None
+        raise NotDone(f"no process here can make faults of nodes: {error}") from None
     deadline = time.monotonic() + _ANSWER_SECONDS
     while not answer.exists():
         if time.monotonic() > deadline:
-            raise NotDone(f"{what} of node {node}: no answer within {_ANSWER_SECONDS:g} s")
+            raise NotDone(f"request {what} for node {node}: no answer within {_ANSWER_SECONDS:g} s")
         time.sleep(0.005)
     reason = answer.read_text()
     answer.unlink()
     if reason:
-        raise NotDone(f"{what} of node {node}: {reason}")
+        raise NotDone(f"request {what} for node {node}: {reason}")
 
 
 def strike(fault: Fault) -> None:

@@ -37,7 +37,7 @@ def main() -> int:
                     return 1
             code = agent.recv(16)
         except OSError as error:
-            print(f"the agent of {node} cannot be asked: {error}", file=sys.stderr)
+            print(f"the agent of {node} cannot be reached: {error}", file=sys.stderr)
             return 1
     return int(code or 1)
 

@@ -44,9 +44,9 @@ class NodeInformant(Informant):
                 self._agent.connect(str(self._door))
                 self._agent.send(pickle.dumps((inform, folder)))
             except OSError as error:
-                raise NodeGone(f"{self._door.name}: its agent cannot be asked: {error}") from None
+                raise NodeGone(f"the agent of {self._door.name} is gone: {error}") from None
             if not select.select([listener], [], [], _MEET_SECONDS)[0]:
-                raise NodeGone(f"{self._door.name} starts no process within {_MEET_SECONDS:g} s")
+                raise NodeGone(f"{self._door.name} started no process within {_MEET_SECONDS:g} s")
             line, _ = listener.accept()
         credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         return Connection(line.detach()), struct.unpack("3i", credentials)[0]

@@ -68,7 +68,7 @@ class ClusterNodes(Nodes):
         """
         every = [door(self.folder, node) for node in range(self.count)]
         if (late := awaited(every, START_SECONDS)) is not None:
-            what = f"node {every.index(late)}: its agent has not started within {START_SECONDS:g} s"
+            what = f"the agent of node {every.index(late)} did not start within {START_SECONDS:g} s"
             raise NodeGone(what)
 
     def not_far(self, backend: str) -> str | None:
@@ -76,7 +76,7 @@ class ClusterNodes(Nodes):
         known = BACKENDS[backend]
         if not self.far_seconds or known.threads or known.delays_far_nodes:
             return None
-        return f"the kernel has no netem, and ranks delay messages of gloo only, not of {backend}"
+        return f"without netem in the kernel only messages of gloo are delayed, not of {backend}"
 
     def with_faults(self, cases: Sequence[Case]) -> list[Case]:
         """``cases`` with the fault that is planned for this run.
@@ -105,7 +105,7 @@ class NodeRanks(ProcessHost):
         :raises NodeGone: an agent cannot.
         """
         if launch.world > self._nodes.places and not launch.backend.threads:
-            raise ValueError(f"{launch.world} ranks on {self._nodes.places} places")
+            raise ValueError(f"{launch.world} ranks do not fit on nodes for {self._nodes.places}")
         self._orders = []
         self._fault = getattr(launch.disturbances, "fault", None)
         tasks = self._tasks(launch)
@@ -160,7 +160,7 @@ class NodeRanks(ProcessHost):
             told: list[int] | str = json.loads(order.keeper.recv(1 << 16) or '"it ended"')
             if isinstance(told, str):
                 gone = ", ".join(map(str, order.task.ranks))
-                raise NodeGone(f"the keeper of ranks {gone} is gone: {told}")
+                raise NodeGone(f"the process that starts ranks {gone} failed: {told}")
             order.pids = dict(zip(order.task.ranks, told, strict=False))  # one for all threads
 
     def _await(self, connection: socket.socket, deadline: float) -> None:

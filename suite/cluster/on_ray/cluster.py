@@ -53,7 +53,7 @@ def joined(address: str, jobs: int | None) -> Iterator[RayCluster]:
         raise SelectionError(Problem(f"--on needs the package ray: {error}", remedy)) from None
     address = address or address_of_environment(os.environ.get("RAY_ADDRESS", ""))
     if address not in ("", LOCAL) and (why := _why_closed(address)):
-        remedy = "`ray start --head` there, with the extra ray installed, serves it"
+        remedy = "install the extra ray there and run `ray start --head`"
         raise SelectionError(Problem(f"no Ray cluster answers: {why}", remedy, address))
     with contextlib.ExitStack() as shut_down:
         shut_down.callback(ray.shutdown)
@@ -64,7 +64,7 @@ def joined(address: str, jobs: int | None) -> Iterator[RayCluster]:
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             what = f"the Ray cluster cannot be joined: {shorten(str(error), 300)}"
             needs = "use the same Ray, Python and token (RAY_AUTH_MODE=token) on both sides"
-            raise SelectionError(Problem(what, f"it must have {needs}", address or None)) from None
+            raise SelectionError(Problem(what, needs, address or None)) from None
         yield cluster
 
 
@@ -151,7 +151,7 @@ class RayCluster(CaseHost):
                 raise _unfit(name, error) from None
             except self._ray.exceptions.GetTimeoutError:
                 what = f"node {name} of Ray did not answer within {ANSWER_SECONDS:g} s"
-                raise SelectionError(Problem(what, "see `ray status`")) from None
+                raise SelectionError(Problem(what, "run `ray status` to see why")) from None
 
     def judge(self, cases: Iterable[Case]) -> Generator[Judged, None, None]:
         """Judge them as tasks; a ``cases.runner.Judge``."""

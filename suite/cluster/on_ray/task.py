@@ -111,7 +111,7 @@ class Server:
         except OSError:
             line = b""
         if not line.endswith(b"\n"):
-            raise ServerGone("the case server ended; see Ray's logs of the worker")
+            raise ServerGone("the process that runs cases ended; see Ray's logs of the worker")
         return line
 
     def close(self) -> None:

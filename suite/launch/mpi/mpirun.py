@@ -158,7 +158,7 @@ class Mpirun:
                 variables, descriptor = _read(connection)
                 rank = next((int(variables[name]) for name in _RANK if name in variables), -1)
                 if rank not in self._ranks or rank in self._places:
-                    raise MpirunError(f"mpirun started a process as rank {rank}: {self._said()}")
+                    raise MpirunError(f"mpirun started an unexpected rank {rank}: {self._said()}")
                 self._places[rank] = _changed(variables), descriptor
 
     def _said(self) -> str:

@@ -35,7 +35,7 @@ def unsafe(name: str) -> bool:
 
 def _plain(name: str) -> str:
     if unsafe(name):
-        raise ValueError(f"{name!r} is no plain name")
+        raise ValueError(f"{name!r} is not a plain file name")
     return name
 
 

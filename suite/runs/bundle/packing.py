@@ -70,12 +70,12 @@ def pack(
     if len(sources) >= form.MAX_FILES or listing.bytes > form.MAX_BYTES or largest > form.MAX_FILE:
         extent = f"{len(sources):,} files of {listing.bytes:,} bytes"
         most = f"{form.MAX_FILES:,} files and {form.MAX_BYTES >> 30} GiB"
-        remedy = f"a bundle holds {most}: copy the folder"
+        remedy = f"a bundle holds at most {most}: copy the folder instead"
         raise SelectionError(Problem("the run is too big for a bundle", remedy, extent))
     try:
         return Packed(output, listing, _write(output, listing, sources, force))
     except OSError as error:
-        why, remedy = f"cannot be written: {error.strerror or error}", "name another: --output"
+        why, remedy = f"cannot be written: {error.strerror or error}", "name another --output"
         raise SelectionError(Problem(why, remedy, file=str(output))) from None
 
 
@@ -83,7 +83,7 @@ def _plain(folder: Path, name: str) -> Path:
     """The file ``name`` of the run, if it is one, under a name that any machine can have."""
     path = folder / name
     if form.unsafe(name) or not path.is_file() or path.resolve() != folder.resolve() / name:
-        remedy = "a run holds plain files with plain names: copy it without links"
+        remedy = "copy the run without links: it holds plain files with plain names only"
         raise SelectionError(Problem("cannot be packed", remedy, file=str(path)))
     return path
 
@@ -179,5 +179,5 @@ def _publish(partial: Path, output: Path, force: bool) -> None:
 
 
 def _exists(output: Path) -> SelectionError:
-    remedy = "give --force to replace it, or another name: --output"
-    return SelectionError(Problem("is there already", remedy, file=str(output)))
+    remedy = "add --force to replace the file, or name another by --output"
+    return SelectionError(Problem("the file exists", remedy, file=str(output)))

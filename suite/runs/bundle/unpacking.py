@@ -88,11 +88,11 @@ def unpacked(archive: Path) -> Iterator[Unpacked]:
                 reader = _Reader(archive, zipped, size * MAX_RATIO + _GRACE)  # type: ignore[arg-type]
                 bundle = _unpack(reader, size, place)
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            why = f"is no bundle, or damaged: {error}"
-            raise SelectionError(Problem(why, "copy it again", file=str(archive))) from None
+            why = f"is not a bundle, or is damaged: {error}"
+            raise SelectionError(Problem(why, "copy the file again", file=str(archive))) from None
         except OSError as error:
             why = f"cannot be unpacked: {error.strerror or error}"
-            remedy = f"check the file, and room in {place.parent}"
+            remedy = f"check the file, and the free space in {place.parent}"
             raise SelectionError(Problem(why, remedy, file=str(archive))) from None
         yield bundle
 
@@ -203,7 +203,7 @@ def _unpack(reader: _Reader, size: int, place: Path) -> Unpacked:
     first, length = next(headers, ("", 0))
     run, _, name = first.partition("/")
     if name != form.LISTING:
-        reader.refuse(f"is no bundle: its first file is not {form.LISTING}", first or "empty")
+        reader.refuse(f"is not a bundle: its first file is not {form.LISTING}", first or "empty")
     if length > form.MAX_LISTING:
         reader.refuse(f"has a list of more than {form.MAX_LISTING >> 20} MiB", f"{length} bytes")
     listing, problems = _listing(reader, run, b"".join(reader.content(length)))
@@ -252,9 +252,9 @@ def _fits(reader: _Reader, listing: Listing, size: int, place: Path) -> None:
         reader.refuse(f"would unpack to {wanted:,} bytes, from {size:,}")
     free = shutil.disk_usage(place).free
     if wanted + _GRACE > free:
-        remedy = "make room, or set TMPDIR to a folder that has some"
+        remedy = "free space, or set TMPDIR to a folder with enough"
         space = f"{wanted:,} bytes, {free:,} are free in {place.parent}"
-        raise SelectionError(Problem("no room to unpack", remedy, space, str(reader.archive)))
+        raise SelectionError(Problem("no space to unpack", remedy, space, str(reader.archive)))
 
 
 def _listing(reader: _Reader, run: str, text: bytes) -> tuple[Listing, list[str]]:
@@ -263,8 +263,8 @@ def _listing(reader: _Reader, run: str, text: bytes) -> tuple[Listing, list[str]
         fields = json.loads(text)
         if fields["format"] != form.FORMAT:
             by = f"format {fields['format']!r}, packed by shardproof {fields.get('suite')}"
-            remedy = f"verify it with that version: this one ({VERSION}) knows format {form.FORMAT}"
-            problem = Problem("has another format", remedy, by, str(reader.archive))
+            remedy = f"use that version: this one ({VERSION}) reads format {form.FORMAT}"
+            problem = Problem("has a different format", remedy, by, str(reader.archive))
             raise SelectionError(problem)
         listing = Listing.model_validate_json(text)
     except SelectionError:
