@@ -122,7 +122,7 @@ def test_without_a_wing_the_core_works_and_its_words_are_refused(wing: str, tmp_
 
     for words, each in zip(refused, done, strict=False):
         assert each.returncode == 2, (words, each)
-        assert f"it needs the wing suite/{wing}" in each.stderr, (words, each.stderr)
+        assert f"the option needs the folder suite/{wing}" in each.stderr, (words, each.stderr)
 
     for words, each in zip(core, done[len(refused) :], strict=True):
         good = (0, 3) if words == ("doctor",) else (0,)  # 3: this machine lacks something

@@ -205,7 +205,7 @@ def _same_course(base: Evidence, other: Evidence, step: int) -> None:
         raise Differs(f"step {step} has samples {now[:4]}... after the load, not {seen[:4]}...")
     was, scale = (ranks[0].metrics.get("scale") for ranks in steps)
     if was != scale:
-        what = f"expected {was:g} at step {step}, it is {scale:g}"
+        what = f"it is {scale:g} at step {step}, {was:g} without a load"
         raise Differs(f"the loss scale was not loaded: {what}")
 
 

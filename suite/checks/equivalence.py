@@ -252,7 +252,7 @@ def _replayed(evidence: Evidence, rows: Rows) -> None:
         raise Differs(f"the reported history of updates is impossible: {evidence.oracle.problem}")
     bound, behind = evidence.declaration.max_staleness, evidence.oracle.behind
     if bound is not None and behind is not None and behind > bound:
-        raise Differs(f"a gradient was {behind} steps behind, but max_staleness allows {bound}")
+        raise Differs(f"a gradient was {behind} steps behind, max_staleness allows {bound}")
     several = len({event.worker for r in evidence.records for event in r.history}) > 1
     several = several and not evidence.case.options.get("dies")  # after whom one may be left
     if bound and not behind and several and len(evidence.steps) > 1:

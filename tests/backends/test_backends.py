@@ -125,7 +125,9 @@ def test_uneven_parts() -> None:
 
     found = _fail(gather)  # rank 1 sees by itself that what it gives has no room
     own = found.pop(1)
-    assert isinstance(own, ValueError) and "3 elements of this rank in a part of 2" in str(own)
+    assert isinstance(own, ValueError) and "this rank's 3 elements do not fit its part of 2" in str(
+        own
+    )
     _all_say(found, errors.RankFailed, f"rank 1 raised ValueError: {own}")
     _all_say(_fail(scatter), errors.CollectiveMismatch, "rank 1")
 
@@ -273,7 +275,7 @@ def test_a_world_of_no_ranks_and_an_unknown_backend_are_refused() -> None:
         Hub(0, 1.0)
     with pytest.raises(ValueError, match="unknown backend 'glo'; known: in_memory, gloo"):
         joined.join("glo", Joining(0, 1, Path(), 1.0, False))
-    with pytest.raises(ValueError, match="needs the hub"):
+    with pytest.raises(ValueError, match="needs one hub"):
         joined.join("in_memory", Joining(0, 2, Path(), 1.0, False, Hub(3, 1.0)))
 
 

@@ -240,7 +240,7 @@ def test_without_mpi4py_or_an_mpirun_the_reason_says_what_to_install(
     monkeypatch.undo()
     monkeypatch.setattr(mpi_found.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(mpi_found, "find", lambda: None)
-    assert "needs an mpirun, and there is none" in str(mpi_found.problem())
+    assert "needs mpirun, which is missing" in str(mpi_found.problem())
     assert "shardproof[mpi]" in str(mpi_found.problem())
 
 
@@ -289,7 +289,7 @@ def test_asked_for_by_name_it_is_bad_input_where_it_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = [made_case("reference/ddp", {"replicate": 4}, backend="mpi")]
-    monkeypatch.setattr(mpi_found, "problem", lambda: "MPI needs an mpirun, and there is none")
+    monkeypatch.setattr(mpi_found, "problem", lambda: "MPI needs mpirun, which is missing")
     with pytest.raises(
         SelectionError, match=r"there is none \(--backend mpi\) - run `shardproof doc"
     ):

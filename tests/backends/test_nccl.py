@@ -40,12 +40,12 @@ def test_one_gpu_is_too_few_for_two_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert nccl.available(1) is None
     assert nccl.available(2) == (
-        "NCCL needs a GPU for each of 2 rank(s), this machine has 1 GPU: it refuses two ranks on "
-        "one GPU; take the backend gloo_cuda, whose ranks share GPUs, or as few ranks as there are "
-        "GPUs"
+        "NCCL needs a GPU for each of 2 rank(s), but this machine has 1 GPU; NCCL refuses two "
+        "ranks on one GPU: choose the backend gloo_cuda, whose ranks share GPUs, or at most one rank "
+        "per GPU"
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    wanted = "NCCL needs a GPU for each of 2 rank(s), this machine has no GPU: run it where "
+    wanted = "NCCL needs a GPU for each of 2 rank(s), but this machine has no GPU: run where "
     assert (nccl.available(2) or "").startswith(wanted)
 
 

@@ -78,8 +78,8 @@ def test_a_backend_of_a_package_is_listed_behind_the_suite_s_own() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("misnamed", "has name = 'right', which must be that of its entry point"),
-        ("nameless", "has name = None, which must be that of its entry point"),
+        ("misnamed", "has name = 'right', not the name of its entry point"),
+        ("nameless", "has name = None, not the name of its entry point"),
         ("incomplete", "does not define available, join"),
         ("absent", "cannot be imported: ModuleNotFoundError: No module named 'guest_elsewhere'"),
         ("number", "is no subclass of shardproof.backends.Backend"),

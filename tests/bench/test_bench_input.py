@@ -29,4 +29,4 @@ def test_only_regular_files_are_read(command: Any, tmp_path: Path, kind: str) ->
 
 def test_results_without_a_name(command: Any) -> None:
     code, _, err = command("bench", "strong", "--results", "")
-    assert code == 2 and "'--results': an empty name" in err
+    assert code == 2 and "'--results': the name is empty" in err

@@ -34,10 +34,13 @@ PAIR = ("reference/ddp", "pytorch/ddp")
     ("words", "says"),
     [
         ([*PAIR, "--sise", "1m"], "No such option: --sise"),
-        ([*PAIR, "--world", "4"], "no comparison fits 2 nodes x 1 ranks: they need 4 or more"),
+        (
+            [*PAIR, "--world", "4"],
+            "no comparison fits on 2 nodes x 1 ranks: the smallest needs 4 ranks",
+        ),
         (["strong", "-k", "nothing"], "-k matches no cell"),
-        (["collectives", "--world", "4"], "4 ranks do not fit 2 nodes x 1 ranks"),
-        (["strong", "--dry-run"], "--dry-run is not for clusters"),
+        (["collectives", "--world", "4"], "4 ranks do not fit on 2 nodes x 1 ranks"),
+        (["strong", "--dry-run"], "--dry-run does not work in a cluster"),
         ([*PAIR, "--bandwidth", "1gbit", "--nodes", "1"], "choose --nodes 2"),
         (["cluster-strong", "--nodes", "1", "--ranks-per-node", "2"], "choose --nodes 2"),
         (["strong", "cluster-strong"], "time them by two commands"),

@@ -379,7 +379,9 @@ def test_without_markers_or_peers_nothing_is_written(
     run = str(written(tmp_path / "none", [own]).path)
     assert into(Path(run), page) == 2 and "shardproof bench peers" in capsys.readouterr().err
     done = CliRunner().invoke(app, ["report", run, "--into", str(page)])
-    assert isinstance(done.exception, SelectionError) and "nothing to put" in str(done.exception)
+    assert isinstance(done.exception, SelectionError) and "the run has no cases" in str(
+        done.exception
+    )
 
 
 # -------------------------------------------------------------------------------------- budget

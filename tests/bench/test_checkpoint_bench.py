@@ -46,8 +46,8 @@ def test_sizes_are_written_as_people_write_them(text: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["checkpoint", "--parameters", "many"], "--parameters takes a number (many)"),
-        (["checkpoint", "--parameters", "0.001B1"], "write e.g. 20M, 200M or 1.5B"),
+        (["checkpoint", "--parameters", "many"], "--parameters: not a valid number (many)"),
+        (["checkpoint", "--parameters", "0.001B1"], "e.g. 20M, 200M or 1.5B"),
         (["checkpoint", "--parameters", "3"], "at least 49,152"),
         (["peers", "--parameters", "20M"], "it belongs to `bench checkpoint`"),
         (["checkpoint", "peers", "--parameters", "20M"], "of charnames_gpt (ddp)"),

@@ -302,10 +302,10 @@ def test_shipped_scenarios_state_mode_and_base_and_reach_1024_ranks() -> None:
         ("global_batch: 32", "batch_per_rank: 32", 9, "workload.global_batch"),
         ("backends: [gloo]", "backends: [glue]", 11, "gloo"),
         ("worlds: [2, 4,", "worlds: [4, 2,", 12, "grow"),
-        ("worlds: [2, 4,", "worlds: [1, 4,", 12, "start at 2"),
+        ("worlds: [2, 4,", "worlds: [1, 4,", 12, "must be 2 or more"),
         ("  - reference/zero1", "  - reference/zreo1", 15, "reference/zero1"),
         ("label: views, ", "", 19, "label"),
-        ("base: [plain, wrapped]", "base: [plain]", 7, "both cases"),
+        ("base: [plain, wrapped]", "base: [plain]", 7, "both base cases"),
     ],
 )
 def test_faults_of_a_scaling_scenario_have_a_line(
@@ -359,14 +359,14 @@ def test_commands_know_timed_files() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("strong", "data-parallel"), "two kinds of scenario"),
+        (("strong", "data-parallel"), "scenarios are of two kinds"),
         (("strong", "-k", "nothing_like_it"), "matches no cell"),
         (("strong", "--backend", "glue"), "gloo"),
         (("strong", "--world", "1"), "one rank is the base case"),
         (("strong", "--param", "layers=1"), "--param is no option of `bench scaling`"),
-        (("strong", "--fail-on", "slower"), "scaling has a target"),
+        (("strong", "--fail-on", "slower"), "does not apply to scaling"),
         (("strong", "--fail-on", "goal", "--fail-on", "slower"), "write --fail-on goal"),
-        (("strong", "--blocks", "2", "--launches", "3"), "at most one launch a block"),
+        (("strong", "--blocks", "2", "--launches", "3"), "at most one launch per block"),
     ],
 )
 def test_bad_input_names_what_is_valid(arguments: tuple[str, ...], told: str) -> None:

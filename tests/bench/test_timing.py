@@ -259,7 +259,7 @@ def test_two_comparisons_of_one_id_are_refused(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["bench", str(path), "--dry-run"]).exit_code == 0
     outcome = CliRunner().invoke(app, ["bench", str(path), "--world", "2", "--dry-run"])
     assert isinstance(outcome.exception, InputError), outcome.output
-    assert "two comparisons of one id (bench::ddp::reference/ddp" in str(outcome.exception)
+    assert "two comparisons have the same id (bench::ddp::reference/ddp" in str(outcome.exception)
 
 
 # ------------------------------------------------------------------------------ whole sessions

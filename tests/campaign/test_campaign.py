@@ -299,7 +299,7 @@ def test_a_campaign_of_ones_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(SelectionError, match=says):
             draws.first_cases(1, 0, [wrong])
-    with pytest.raises(SelectionError, match="classes and names together"):
+    with pytest.raises(SelectionError, match="mixes classes and names"):
         draws.first_cases(1, 0, ["adopted:GreedyZero1", "reference/ddp"])
 
 

@@ -132,7 +132,7 @@ def test_faults_die_in_random_cases_and_the_report_tells_how_many(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--seed", "3"), "--seed belongs to --campaign"),
+        (("--seed", "3"), "--seed needs --campaign"),
         (("--campaign", "3", "--depth", "family"), "leave out --depth"),
         (("--campaign", "3", "--shard", "1/2"), "leave out --shard"),
         (("--campaign", "3", "--tier", "quick"), "leave out --tier quick"),

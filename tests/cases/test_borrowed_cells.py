@@ -35,7 +35,7 @@ def cell(axis: str) -> Case:
         ("shard", "has no axis shard; its axes: replicate"),
         (
             "replicate",
-            "takes no such policy: unknown option 'precision'; valid: all_reduce",
+            "refuses the precision: unknown option 'precision'; valid: all_reduce",
         ),
     ],
 )

@@ -55,7 +55,7 @@ faults:
         ("rank: 1}}", "rank: 3}}", 13, "no such rank in replicate2 (3) - valid: 0 to 1"),
         ("kind: raise", "kind: rise", 13, "unknown value (rise) - "),
         ("phase: backward", "phase: forwards", 13, "unknown value (forwards) - did you mean"),
-        ("step: 1", "step: 2", 13, "no step that has a phase backward (2) - valid: 0 to 1"),
+        ("step: 1", "step: 2", 13, "this step has no phase backward (2) - valid: 0 to 1"),
         (", expect: {verdict: crash, rank: 1}", "", 13, "missing key faults[0].expect - add"),
         ("verdict: crash, ", "", 13, "missing key faults[0].expect.verdict - add"),
         ("verdict: crash", "verdict: broken", 13, "unknown value (broken)"),

@@ -47,7 +47,7 @@ def test_a_missing_interface_is_a_precondition(
     done = here("run", CASE, "--results", str(tmp_path / "run"))
     told = done.stdout + done.stderr
     assert done.returncode == 3 and "1 judged (1 precondition)" in told, told
-    assert "GLOO_SOCKET_IFNAME=nope77, but there is no nope77 - unset it" in told
+    assert "GLOO_SOCKET_IFNAME=nope77, but this machine has no interface nope77 - unset" in told
     (result,) = read(tmp_path / "run").cases
     assert result.verdict == "precondition"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")

@@ -90,7 +90,7 @@ def test_few_files_and_short_ones_are_told_as_well(
     assert workspace.lacking(1, base=tmp_path) is None
     with small_disk(tmp_path / "few", 64 << 10) as folder:
         subprocess.run(["mount", "-o", "remount,nr_inodes=50", str(folder)], check=True)
-        assert "more files, and a case may need 100" in str(workspace.lacking(1, base=folder))
+        assert "files, but a case may need 100" in str(workspace.lacking(1, base=folder))
     limits = {resource.RLIMIT_FSIZE: (1 << 20, 1 << 20)}
     monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
     told = str(workspace.lacking(1, base=tmp_path))

@@ -91,7 +91,7 @@ def test_a_sampler_trains_nothing(results: dict[str, Any]) -> None:
         ({"shuffle": 1}, "epochs: shuffle = 1: must be one of True, False"),
         ({"tail": "padded"}, "epochs: tail = 'padded': must be one of 'pad', 'drop', 'uneven'"),
         ({"into": 2}, "epochs: into = 2: nothing is resumed without resume_at"),
-        ({"resume_at": 1, "into": 1025}, "epochs: into = 1025: valid: up to 1024"),
+        ({"resume_at": 1, "into": 1025}, "epochs: into = 1025; valid: up to 1024"),
         ({"resume_at": 1, "resume_epoch": 3}, "resume_epoch = 3: no such epoch; valid: 0 to 2"),
     ],
 )

@@ -452,19 +452,19 @@ FAULT = "faults:\n  - {kind: kill, rank: 0, step: 0, phase: PHASE, expect: {verd
             "saves: 2",
             "into: {precision: {label: x, built: bfloat16}}",
             13,
-            "the restoring run has the built dtype of the saving run",
+            "the restoring run must have the built dtype of the saving run",
         ),
         (
             "checkpoint]",
             "checkpoint, faults]\n" + FAULT.replace("PHASE", "save").replace("step: 0", "step: 2"),
             12,
-            "no step that has a phase save (2) - valid: 0 to 1",
+            "this step has no phase save (2) - valid: 0 to 1",
         ),
         (
             "checkpoint]",
             "checkpoint, faults]\n" + FAULT.replace("PHASE", "load").replace("step: 0", "step: 1"),
             12,
-            "no step that has a phase load (1) - valid: 0 to 0",
+            "this step has no phase load (1) - valid: 0 to 0",
         ),
     ],
 )

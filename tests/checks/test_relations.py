@@ -310,7 +310,7 @@ def test_other_options_add_to_the_cases_own_and_another_system_has_its_own() -> 
         ("{same_as: {options: {reshard_after_forward: true}}}", "describes the case itself"),
         ("{same_as: {}}", "describes the case itself"),
         ("{same_as: {mesh: {shard: 2}}}", "describes the case itself"),
-        ("{same_as: {mesh: {shard: 3}}}", "same_as runs on 3 ranks, the case on 2"),
+        ("{same_as: {mesh: {shard: 3}}}", "same_as runs on 3 ranks, but the case on 2"),
     ],
 )
 def test_bad_relations_name_the_line_and_the_remedy(relation: str, says: str) -> None:

@@ -104,12 +104,12 @@ def test_a_kernel_that_takes_no_cap_is_told(tmp_path: Path) -> None:
 
     def refuse(image: str, command: list[str], **options: object) -> object:
         if "shape" in command:
-            said = b"bandwidth cannot be capped: the kernel has no tbf; load its module sch_tbf\n"
+            said = b"bandwidth cannot be capped: the kernel has no tbf; load the kernel module sch_tbf\n"
             raise docker.errors.ContainerError(options["name"], 1, command, image, said)
         return start(image, command, **options)
 
     engine.containers = SimpleNamespace(run=refuse, list=engine.containers.list)
-    with pytest.raises(NoCluster, match="load its module sch_tbf"):
+    with pytest.raises(NoCluster, match="load the kernel module sch_tbf"):
         cluster.run(engine, capped(tmp_path, Caps(bits_per_second=MBIT)), ["run"], print)
     assert not engine.parts
 

@@ -120,7 +120,9 @@ def test_clean_leaves_runs_that_go_on() -> None:
     left = {part.attrs["Labels"]["shardproof"] for part in engine.parts}
     assert left == {*live, "by-hand", "judge"}
     assert "left: shardproof-1-17, which goes on; `cluster clean --all`" in said[0]
-    assert any("shardproof-4-17, which is active, started elsewhere;" in line for line in said)
+    assert any(
+        "shardproof-4-17, which is active and was started elsewhere;" in line for line in said
+    )
     assert not [part for part in cluster.parts(engine) if "by-hand" in part.name]
     assert cluster.clean(engine, said.append, everything=True)
     assert {part.attrs["Labels"]["shardproof"] for part in engine.parts} == {"by-hand", "judge"}
@@ -168,7 +170,7 @@ def test_images_and_compose_have_not_the_label_of_clusters() -> None:
         (["ddp-ggt"], "did you mean ddp-gpt?"),
         (
             ["ddp-gpt", "--backend", "gloo", "--world", "4", "--nodes", "1"],
-            "no case fits 1 nodes x 2 ranks",
+            "no case fits on 1 nodes x 2 ranks",
         ),
     ],
 )

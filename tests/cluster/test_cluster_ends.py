@@ -151,7 +151,10 @@ def test_no_command_shows_a_traceback_of_the_engine(
     with pytest.raises(SystemExit) as left:
         command_line.main()
     assert left.value.code == 3
-    assert "precondition: the engine cannot run the cluster: read timed" in capsys.readouterr().err
+    assert (
+        "precondition: the container engine cannot run the cluster: read timed"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_part_that_stalls_once_is_removed_at_the_next_try() -> None:

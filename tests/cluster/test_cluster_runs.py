@@ -53,7 +53,7 @@ def test_a_run_to_go_on_with_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _exit_code(monkeypatch, "--resume") == BAD_INPUT
-    assert "name it with --results" in capsys.readouterr().err
+    assert "add --results" in capsys.readouterr().err
 
 
 def _exit_code(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:

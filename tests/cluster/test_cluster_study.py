@@ -44,9 +44,9 @@ methods:
         (["clusters"], "did you mean cluster"),
         (["cluster", "--sise", "1m"], "No such option: --sise"),
         (["digits"], "ranks of in_memory are threads, which cannot be on nodes"),
-        (["digits", "--backend", "gloo"], "digits: 3 ranks do not fit 2 nodes x 1 ranks"),
+        (["digits", "--backend", "gloo"], "digits: 3 ranks do not fit on 2 nodes x 1 ranks"),
         (["cluster", "--method", "reference/ddp+topk2"], "unknown method"),
-        (["cluster", "--from", "kept.json"], "--from is not for clusters"),
+        (["cluster", "--from", "kept.json"], "--from does not work in a cluster"),
         (["cluster", "--bandwidth", "1gbit", "--nodes", "1", "--ranks-per-node", "2"], "--nodes 2"),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_head_trains_what_its_nodes_have_room_for_and_tells_the_network(
     facts = {"nodes": 2, "ranks_per_node": 1, "told": told}
     monkeypatch.setenv(ENVIRONMENT, json.dumps(facts))
     done = study("convergence", "charnames", "--backend", "gloo")
-    assert done.returncode == BAD_INPUT and "3 ranks do not fit 2 nodes x 1 ranks" in done.stderr
+    assert done.returncode == BAD_INPUT and "3 ranks do not fit on 2 nodes x 1 ranks" in done.stderr
     (tmp_path / "small.yaml").write_text(SMALL)
     about = studies._about(plan.read([tmp_path / "small.yaml"]), 4, 7.0)
     assert about.startswith("7 s with -j 1;"), "one at a time, where seconds are told"

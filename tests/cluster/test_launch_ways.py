@@ -83,7 +83,7 @@ def test_two_ranks_of_one_number_both_say_so(tmp_path: Path) -> None:
     ends = start([by_hand(rank, 3, port, LOCAL_RANK="0") for rank in (0, 1, 1)], tmp_path)
     for code, said in ends:
         assert code == BAD_INPUT, said
-        assert said.startswith("two ranks have number 1, both on "), said
+        assert said.startswith("two processes have rank 1, both on "), said
         assert said.count("\n") == 1
 
 

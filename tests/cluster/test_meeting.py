@@ -45,7 +45,7 @@ def test_one_process_a_node_is_seen_once_nobody_comes_any_more() -> None:
     assert mistake(alone) is None
     found = mistake(alone, settled=True)
     assert found is not None
-    assert found.what == "one process was started per node, as 0, 4 of 8 ranks"
+    assert found.what == "one process was started per node, as ranks 0, 4 of 8"
     assert "start 4 per node" in found.remedy
 
 
@@ -96,7 +96,7 @@ def test_a_whole_job_goes_on() -> None:
 @pytest.mark.parametrize("ranks", [(0, 1, 1), (0, 0, 2), (2, 2, 1)])
 def test_all_ranks_say_that_two_have_one_number(ranks: tuple[int, ...]) -> None:
     (said,) = {*call([Place(rank, 3, "head", 1) for rank in ranks])}
-    assert said.startswith("two ranks have number ")
+    assert said.startswith("two processes have rank ")
 
 
 def test_a_rank_too_many_says_so_though_the_others_run() -> None:
@@ -109,7 +109,7 @@ def test_a_rank_too_many_says_so_though_the_others_run() -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    with pytest.raises(LaunchError, match="two ranks have number 1"):
+    with pytest.raises(LaunchError, match="two processes have rank 1"):
         meeting.answer(store, Place(1, 2, "head", 1), 20.0)
 
 
@@ -151,7 +151,9 @@ def test_machines_that_met_over_a_loopback_name_are_refused(
 
     assert both("eth0") == ["complete"] * 2
     (said,) = {*both(None)}
-    assert said.startswith("MASTER_ADDR is the loopback on a, on a job of several machines (head)")
+    assert said.startswith(
+        "MASTER_ADDR is the loopback on a, but the job has several machines (head)"
+    )
 
 
 def test_which_rank_is_where() -> None:

@@ -54,15 +54,15 @@ def test_a_plan_strikes_the_first_rank_of_a_node_in_one_case() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("kil_node", "no kind of fault (--fault kil_node) - did you mean kill_node?"),
-        ("kill_node,node", "'node' is not part of a fault"),
-        ("kill_node,kind=x", "'kind=x' is not part of a fault"),
-        ("kill_node,case=0", "'case=0' is not part of a fault"),
-        ("kill_node,phase=load", "'phase=load' is not part of a fault"),
-        ("pause_node,seconds=-1", "'seconds=-1' is not part of a fault"),
+        ("kil_node", "unknown kind of fault (--fault kil_node) - did you mean kill_node?"),
+        ("kill_node,node", "'node' is not a valid part of a fault"),
+        ("kill_node,kind=x", "'kind=x' is not a valid part of a fault"),
+        ("kill_node,case=0", "'case=0' is not a valid part of a fault"),
+        ("kill_node,phase=load", "'phase=load' is not a valid part of a fault"),
+        ("pause_node,seconds=-1", "'seconds=-1' is not a valid part of a fault"),
         ("kill_node,node=2", "no node 2"),
         ("kill_node,node=1,case=3", "2 cases have a rank on node 1"),
-        ("kill_node,step=3", "one node has 3 steps, from 0"),
+        ("kill_node,step=3", "one node has no step 3"),
     ],
 )
 def test_a_plan_that_says_nothing_that_can_be_done(text: str, says: str) -> None:
@@ -152,7 +152,7 @@ def test_who_asks_goes_on_when_it_is_done(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert not list(tmp_path.glob("answer*"))
-    with pytest.raises(asking.NotDone, match="no process makes faults of nodes here"):
+    with pytest.raises(asking.NotDone, match="no process here can make faults of nodes"):
         asking.ask(tmp_path / "nowhere", "pause_node", 1)
 
 

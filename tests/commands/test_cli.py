@@ -73,7 +73,7 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
             ("run", "ddp-gpt", "--impl", "absent:Mine"),
             "(absent:Mine) - no module 'absent' here or installed",
         ),
-        (("run", "ddp-gpt", "--impl", "zzz*"), "--impl: matches nothing here (zzz*)"),
+        (("run", "ddp-gpt", "--impl", "zzz*"), "--impl matches no system here (zzz*)"),
         (("run", "ddp-gpt", "--backend", "glo"), "did you mean gloo?"),
         (("run", "--world", "99"), "--world matches nothing (99) - there are: 1, 2, 3, 4, 5"),
         (("run", "ddp-gpt", "-k", "nosuchword"), "-k matches nothing (nosuchword)"),
@@ -89,9 +89,9 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
         (("mutants", "--impl", "no_such_fault"), "--impl matches no fault (no_such_fault)"),
         (("list", "impls", "-k", "x"), "filters apply to `list cases`"),
         (("report", "no-such-run"), "no such run (no-such-run)"),
-        (("run", "ddp-gpt", "--results", "docs"), "docs: is a folder that holds no run - "),
-        (("mutants", "--results", "docs"), "docs: is a folder that holds no run - "),
-        (("run", "ddp-gpt", "--results", ""), "'--results': an empty name"),
+        (("run", "ddp-gpt", "--results", "docs"), "docs: holds other files than a run - "),
+        (("mutants", "--results", "docs"), "docs: holds other files than a run - "),
+        (("run", "ddp-gpt", "--results", ""), "'--results': the name is empty"),
         (("run", "ddp-gpt", "--junit", "docs"), "--junit: Is a directory (docs) - name a file"),
         (("run", "ddp-gpt", "--junit", ""), "--junit: Is a directory (.) - name a file"),
         (("run", "ddp-gpt", "--junit", "README.md/x"), "--junit: Not a directory (README.md/x)"),
@@ -202,7 +202,7 @@ def test_a_class_of_ones_own_gets_the_cells_whose_axes_it_declares() -> None:
     # Asked for by name, a scenario runs as it is: what does not fit is a skip with its reason.
     assert "replicate2" in here("run", "ddp-gpt", *OWN, paths=[SUPPORT]).stdout
     none = here("run", *OWN, "-k", "replicate2", paths=[SUPPORT])
-    assert none.returncode == 2 and "no cell has the axes shard" in none.stderr
+    assert none.returncode == 2 and "no cell has a mesh of shard" in none.stderr
 
 
 def test_a_class_of_ones_own_takes_the_options_of_systems_like_it() -> None:
@@ -217,7 +217,7 @@ def test_a_class_of_ones_own_takes_the_options_of_systems_like_it() -> None:
     for arguments, says in (
         (("--like", "reference/zero9*"), "--like matches nothing"),
         (("--like", "reference/zero1*", "--impl", "reference/zero1"), "of your own"),
-        (("--like", "reference/zero1*", "--resume"), "--like is for new runs"),
+        (("--like", "reference/zero1*", "--resume"), "--like needs a new run"),
         (("--like", "reference/zero1*", "--campaign", "3"), "leave out --like"),
     ):
         done = here("run", *OWN[:2], "--dry-run", *arguments, paths=[SUPPORT])

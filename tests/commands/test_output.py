@@ -250,7 +250,10 @@ def test_a_project_has_defaults_that_typed_options_replace(tmp_path: Path) -> No
     [
         (['teir = "full"'], "[tool.shardproof]: unknown key (teir) - did you mean tier?"),
         (["[tool.shardproof.rum]", "x = 1"], "unknown key (rum) - did you mean run?"),
-        (['results = "here"'], "[tool.shardproof]: has no default (results) - type it instead"),
+        (
+            ['results = "here"'],
+            "[tool.shardproof]: this option has no default (results) - give it on the command line",
+        ),
         (['tier = "all"'], "'all' is not one of 'quick', 'full'"),
         (["tier ="], "cannot be read: "),
     ],

@@ -271,7 +271,7 @@ def test_what_is_declined_must_mean_something(system: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({}, "nothing to judge - give one of: an implementation, hook=, optimizer="),
+        ({}, "nothing is given to judge - give one of: an implementation, hook=, optimizer="),
         ({"implementation": "plain", "hook": own.averages}, "several things to judge at once"),
         ({"hook": lambda state, bucket: None}, "ranks cannot import this hook .*<lambda>"),
         ({"hook": "nowhere:mine"}, "'nowhere:mine': cannot be imported: ModuleNotFoundError"),
@@ -287,12 +287,12 @@ def test_what_is_declined_must_mean_something(system: Any, says: str) -> None:
             r"own_things.py:\d+\) is called with \(dataset, num_replicas=, rank=, shuffle=, seed=",
         ),
         ({"tensor_plan": own.averages}, r"is called with \(model\) and returns a plan"),
-        ({"hook": "own_things"}, "is no path of the form package.module:name"),
-        ({"implementation": "plain", "state": own.Before}, "state= belongs to hook="),
+        ({"hook": "own_things"}, "is not of the form package.module:name"),
+        ({"implementation": "plain", "state": own.Before}, "state= needs hook="),
         ({"tensor_plan": own.NO_PLAN}, "'colwise' is no ParallelStyle"),
         ({"schedule": own.Before}, "is no schedule class of torch.distributed.pipelining"),
         ({"schedule": "own_things:three.csv"}, "there is no file three.csv next to own_things"),
-        ({"implementation": "plain", "settings": "sgd"}, "settings= belongs to optimizer="),
+        ({"implementation": "plain", "settings": "sgd"}, "settings= needs optimizer="),
     ],
 )
 def test_what_cannot_be_judged_is_refused_before_anything_runs(

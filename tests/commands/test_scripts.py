@@ -133,7 +133,7 @@ def test_a_module_that_calls_prove_when_it_is_imported_is_told_so(tmp_path: Path
     with pytest.raises(SelectionError) as refused:
         module("package.mine", cwd=tmp_path)
     told = str(refused.value)
-    assert "'package.mine:Mine' calls prove() when it is imported, which ranks do" in told
+    assert "'package.mine:Mine' calls prove() while ranks import it" in told
     assert 'put the call under `if __name__ == "__main__":`' in told
 
 

@@ -143,7 +143,7 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"worlds": (0,)}, r"prove: mesh\[0\].replicate\[0\]: should be .* equal to 1 \(0\)"),
         ({"worlds": 1025}, r"mesh\[0\].replicate\[0\]: should be less than .* 1024 \(1025\)"),
         ({"worlds": "2"}, r"should be a valid integer \('2'\) - write 2 without quotes"),
-        ({"worlds": ()}, "nothing to judge - name a world"),
+        ({"worlds": ()}, "there are no cases - name a world"),
         ({"worlds": (2, True)}, r"should be a valid integer \(True\)"),
         (
             {"meshes": [{"foo": 2}]},
@@ -153,23 +153,23 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"meshes": [{}]}, r"mesh\[0\]: should have at least 1 item"),
         ({"axis": "rows"}, r"unknown key mesh\[0\].rows .* pipe, replicate, shard, tensor"),
         ({"lanes": ("nolane",)}, r"lane\[0\]: unknown value \(nolane\) - valid names: bitwise"),
-        ({"lanes": ()}, "nothing to judge"),
-        ({"backends": ()}, "nothing to judge"),
+        ({"lanes": ()}, "there are no cases"),
+        ({"backends": ()}, "there are no cases"),
         ({"checks": ("none",)}, r"unknown check \(none\) - checks: .*equivalence"),
         ({"checks": ()}, r"checks: should have at least 1 item"),
         ({"dtype": "int8"}, r"unknown value \(int8\) - valid names: bfloat16"),
         ({"optimizer": "adam"}, "did you mean adamw"),
         ({"steps": 0}, r"steps: should be greater than or equal to 1 \(0\)"),
-        ({"jobs": 0}, r"jobs: not a number of processes \(0\)"),
+        ({"jobs": 0}, r"jobs must be an int from 1 \(0\)"),
         ({"deadline": -1.0}, r"deadline: should be greater than 0 \(-1.0\) - .*seconds"),
         ({"traits": ("notrait",)}, r"prove: unknown trait \(notrait\) - "),
         ({"clip": "off"}, r"clip\[0\]: should be a valid number \('off'\) - correct it"),
         ({"steps": "23"}, r"steps: should be a valid integer \('23'\) - write 23 without quotes"),
         ({"dtype": torch.int8}, r"unknown value \(int8\) - valid names: bfloat16"),
-        ({"dtype": float}, r"dtype: cannot be used \(<class 'float'>\) - give the name of a dtype"),
+        ({"dtype": float}, r"dtype: wrong type \(<class 'float'>\) - give the name of a dtype"),
         (
             {"precision": {"reduce": 5}},
-            r"precision\['reduce'\]: cannot be used \(5\) - give the na",
+            r"precision\['reduce'\]: wrong type \(5\) - give the na",
         ),
         ({"optimizer": torch.optim.SGD}, r"given as a name \(SGD\) - optimizer='sgd'"),
         ({"clip": (-1.0,)}, r"clip\[0\]: should be greater than 0 \(-1.0\)"),
@@ -177,11 +177,11 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"clip": (0.5,), "lanes": ("dyadic",)}, "lane dyadic needs clipping off"),
         (
             {"options": {"dtype": Path("x")}},
-            r"a scenario can hold \(PosixPath\('x'\)\) - give text",
+            r"a scenario cannot hold this value \(PosixPath\('x'\)\) - give text",
         ),
         ({"axis": ""}, "unknown key"),
-        ({"options": 5}, r"options: cannot be used \(5\) - give a mapping"),
-        ({"precision": 5}, r"precision: cannot be used \(5\) - give a mapping"),
+        ({"options": 5}, r"options: wrong type \(5\) - give a mapping"),
+        ({"precision": 5}, r"precision: wrong type \(5\) - give a mapping"),
         ({"meshes": 5}, r"mesh\[0\]: should be a mapping \(5\)"),
         ({"traits": 5}, r"traits\[0\]: should be a valid string"),
         ({"dtype": ""}, "unknown value"),
@@ -216,7 +216,7 @@ def test_prove_refuses_results_where_no_folder_can_be(tmp_path: Path) -> None:
     for given, says in (
         (tmp_path / "file", "results: is a file"),
         (tmp_path / "file" / "run", "file' is a file"),
-        ("", "results: an empty path"),
+        ("", "results is an empty path"),
         (3, "results: cannot be used"),
     ):
         with pytest.raises(SelectionError, match=says):
@@ -300,7 +300,7 @@ def test_doctor_names_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     finding = doctor._interface()
     assert finding.state == "bad" and "there is no eth77" in finding.found
-    assert "unset it, or name one of" in finding.remedy
+    assert ", or set it to one of" in finding.remedy
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     assert doctor._interface().state == "good"
 

@@ -47,7 +47,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     lines = made.results(2)
     with pytest.raises(SelectionError, match="no such run"):
         baseline.load(str(tmp_path / "nothing"))
-    with pytest.raises(SelectionError, match=r"only a checkout has it; .*--save FILE"):
+    with pytest.raises(SelectionError, match=r"only a checkout has baselines; .*--save FILE"):
         baseline.load("results/baselines/of-no-machine.json")
     (tmp_path / "text.json").write_text("no json")
     with pytest.raises(SelectionError, match="damaged"):

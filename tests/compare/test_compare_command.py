@@ -66,7 +66,7 @@ def test_a_baseline_is_replaced_only_by_force(tmp_path: Path, command: Any) -> N
     assert command("compare", old, "--save", str(saved))[0] == 0
     before = saved.read_bytes()
     code, _, err = command("compare", new, "--save", str(saved))
-    assert code == 2 and "is there already" in err and "--force" in err
+    assert code == 2 and "the file exists" in err and "--force" in err
     assert saved.read_bytes() == before
     assert command("compare", new, "--save", str(saved), "--force")[0] == 0
     assert saved.read_bytes() != before

@@ -138,7 +138,7 @@ def test_a_baseline_is_no_run(tmp_path: Path, command: Any) -> None:
     base = tmp_path / "base.json"
     baseline.save(baseline.load(str(made.write(tmp_path / "run", made.results(2)))), base)
     code, _, err = command("gate", str(base), "--against", str(base))
-    assert code == 2 and "no evidence to judge" in err
+    assert code == 2 and "no records to judge" in err
 
 
 def test_digests_are_checked_without_the_slow_imports(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_an_optimizer_of_torch_is_taken_as_it_is() -> None:
     adam = estimate(model, torch.optim.Adam(model.parameters()))
     sgd = estimate(model, torch.optim.SGD(model.parameters(), momentum=0.9))
     assert adam.optimizer_state == 2 * 72 * 4 + 2 * 4 and sgd.optimizer_state == 72 * 4
-    with pytest.raises(SelectionError, match="no formula of this optimizer"):
+    with pytest.raises(SelectionError, match="no formula covers this optimizer"):
         estimate(model, torch.optim.Adagrad(model.parameters()))
 
 

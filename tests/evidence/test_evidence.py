@@ -51,9 +51,12 @@ def test_an_empty_shard_is_fine() -> None:
 @pytest.mark.parametrize(
     ("per_rank", "says"),
     [
-        ({0: [rows(0, 2)], 1: [rows(3, 4)]}, "3 of 12 elements owned by no rank"),
-        ({0: [rows(0, 3)], 1: [rows(2, 4)]}, "3 elements owned more than once, by ranks [0, 1]"),
-        ({0: [rows(0, 4)], 1: [rows(0, 4)]}, "12 elements owned more than once"),
+        ({0: [rows(0, 2)], 1: [rows(3, 4)]}, "3 of 12 elements are owned by no rank"),
+        (
+            {0: [rows(0, 3)], 1: [rows(2, 4)]},
+            "3 elements are owned more than once, by ranks [0, 1]",
+        ),
+        ({0: [rows(0, 4)], 1: [rows(0, 4)]}, "12 elements are owned more than once"),
         ({0: [rows(0, 2)], 1: [piece(FULL[2:], slices=[[2, 5], [0, 3]])]}, "rank 1 claims"),
         ({0: [piece(FULL[:2], slices=[[0, 4], [0, 3]])]}, "rank 0 holds shape (2, 3)"),
         ({0: [rows(0, 4)], 1: [piece(FULL, global_shape=[3, 4])]}, "disagree on the global shape"),

@@ -746,7 +746,7 @@ def test_a_preloaded_module_must_not_start_threads(
     code = f"import threading, time\n{thread}.start()"
     (tmp_path / "starts_a_thread.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    said = "2 threads after importing starts_a_thread"
+    said = "2 threads run after importing starts_a_thread"
     with ForkServer(["starts_a_thread"]) as fork_server, pytest.raises(ForkServerError, match=said):
         await_end(fork_server, fork_server.submit(launch_programs.fail, {}))
 

@@ -233,7 +233,7 @@ def test_a_record_that_cannot_be_read_is_said(full: Path, tmp_path: Path) -> Non
     run.path = tmp_path
     page = report.html(run)
     assert "Not drawn: " in page and "No map of errors: " in page
-    assert "no readable record" in page
+    assert "the record cannot be read" in page
 
 
 def test_maps_of_errors_name_the_first_beyond_its_bound(full: Path) -> None:

@@ -238,7 +238,7 @@ def test_workloads_that_train_no_model_are_run_again() -> None:
 def test_what_does_not_fit_the_nodes_cannot_be_compared() -> None:
     cases = [case(n, id=f"{b}{w}", backend=b, mesh={"shard": w}) for n, (b, w) in enumerate(ROOM)]
     told = reproduce._obstacles(cases, MadeNodes(2, 2))
-    assert told == {"gloo5": "5 ranks do not fit 2 nodes x 2 ranks"}
+    assert told == {"gloo5": "5 ranks do not fit on 2 nodes x 2 ranks"}
     assert reproduce._obstacles(cases, None) == {}
 
 
@@ -250,8 +250,8 @@ def test_bad_input_is_refused(command: Any, first: Path, tmp_path: Path) -> None
     for words, says in (
         (("no-such-run",), "no such run (no-such-run)"),
         ((str(first), "-k", "nothing_of_it"), "nothing to run again (nothing_of_it)"),
-        ((str(first), "--results", str(first)), f"--results: is there already ({first})"),
-        ((str(first), "--nodes", "3"), "nodes are those of --cluster"),
+        ((str(first), "--results", str(first)), f"--results: is not empty ({first})"),
+        ((str(first), "--nodes", "3"), "nodes need --cluster"),
     ):
         code, out, err = command("reproduce", *words)
         assert (code, out) == (2, "") and says in err, err

@@ -154,7 +154,7 @@ def test_a_folder_that_cannot_be_written_can_be_packed(run: Path, tmp_path: Path
 def test_a_file_that_is_there_is_kept_unless_forced(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "b.tar.gz"
     output.write_text("mine")
-    with pytest.raises(SelectionError, match=r"b\.tar\.gz: is there already.*--force"):
+    with pytest.raises(SelectionError, match=r"b\.tar\.gz: the file exists.*--force"):
         pack(run, output)
     assert output.read_text() == "mine"
     pack(run, output, force=True)
@@ -167,7 +167,7 @@ def test_one_that_appears_meanwhile_is_kept_too(
 ) -> None:
     output = tmp_path / "b.tar.gz"
     monkeypatch.setattr(os, "fsync", lambda _: output.write_text("mine"))
-    with pytest.raises(SelectionError, match="is there already"):
+    with pytest.raises(SelectionError, match="the file exists"):
         pack(run, output)
     assert output.read_text() == "mine"
 

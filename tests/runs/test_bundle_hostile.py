@@ -147,5 +147,5 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     archive = small(tmp_path / "sound.tar.gz")
     usage = shutil.disk_usage(archive)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(SelectionError, match=r"no room to unpack .*TMPDIR"):
+    with pytest.raises(SelectionError, match=r"no space to unpack .*TMPDIR"):
         verify_archive(archive)

@@ -117,7 +117,7 @@ def test_a_pickle_takes_no_more_memory_than_its_bytes_explain(name: str, tmp_pat
     path = tmp_path / "nccl_trace_rank_0"
     path.write_bytes(data)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match="no Flight Recorder dump"):
+    with pytest.raises(ValueError, match="not a dump of the Flight Recorder"):
         flight_recorder.standings(tmp_path)
     with pytest.raises(CheckpointError, match="is no metadata"):
         metadata.read(data, path)

@@ -43,7 +43,7 @@ def test_another_format_is_refused_with_the_remedy(
     code, _, err = command(name, path, *more.get(name, []))
     assert code == 2
     assert f"evidence format {number!r}; this version ({VERSION}) reads format {FORMAT}" in err
-    assert "run it again, or use the suite that wrote it" in err
+    assert "repeat the run, or use the version that wrote it" in err
     assert "0123456789abcdef" in err and "Traceback" not in err
 
 

@@ -83,7 +83,7 @@ def test_what_was_not_planned_is_refused(
 def test_a_run_named_as_a_scenario_is_told_its_option(command: Any, run: Path) -> None:
     for words in (("--resume",), ("--resume", "--results", str(run)), ()):
         code, _, err = command("run", *words, str(run))
-        assert code == 2 and f"name a run by --results {run}, with --resume" in err
+        assert code == 2 and f"write --results {run} with --resume" in err
     _, out, _ = command("run", "--help")
     assert "shardproof run --resume --results results/RUN" in out
 

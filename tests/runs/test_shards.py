@@ -52,7 +52,7 @@ def test_what_is_of_one_group_stays_together() -> None:
 @pytest.mark.parametrize("text", ["0/4", "5/4", "x", "1/0", "1", "-1/4", "1/4/4", ""])
 def test_what_is_no_part_is_refused(command: Any, text: str) -> None:
     code, out, err = command("run", "ddp-gpt", "--shard", text, "--dry-run")
-    assert (code, out) == (2, "") and "--shard: no part" in err and text in err, err
+    assert (code, out) == (2, "") and "--shard is not of the form I/N" in err and text in err, err
     assert "write I/N with I from 1 to N" in err
 
 
@@ -234,15 +234,15 @@ def test_parts_that_do_not_belong_together_are_refused(
     with RunFolder(whole, ["run"]) as folder:
         folder.plan(CASES)
     for runs, says in (
-        ((first, third), "parts of two selections"),
+        ((first, third), "the parts are of two selections"),
         (
             (first, other),
             f"{first} (9 items in 2 parts, digest {_cut(CASES, Shard(1, 2)).digest[:12]}) and",
         ),
-        ((first, again), f"part 1 of 2 is there twice: {first} and {again}"),
-        ((older, second), f"parts of two versions of the suite: {older} (0.0.9, commit"),
+        ((first, again), f"part 1 of 2 is given twice: {first} and {again}"),
+        ((older, second), f"the parts are of two versions of the suite: {older} (0.0.9, commit"),
         ((third, elsewhere), f"{elsewhere} ({_suite(first)}, commit {'f' * 40}) and"),
-        ((first, whole), f"is no part of a selection ({whole})"),
+        ((first, whole), f"the run is not a part ({whole})"),
     ):
         into = tmp_path / "into"
         code, out, err = command("merge", *map(str, runs), "--into", str(into))
@@ -261,9 +261,9 @@ def test_damaged_parts_are_refused(command: Any, tmp_path: Path) -> None:
     merged = tmp_path / "merged"
     assert command("merge", str(first), str(second), "--into", str(merged))[0] == 0
     code, _, err = command("merge", str(merged), str(second), "--into", str(tmp_path / "x"))
-    assert code == 2 and f"is merged already ({merged})" in err
+    assert code == 2 and f"the run is merged already ({merged})" in err
     code, _, err = command("merge", str(first), str(second), "--into", str(merged))
-    assert code == 2 and f"--into: is there already ({merged}) - name a new folder" in err
+    assert code == 2 and f"--into: is not empty ({merged}) - name a new folder" in err
     lines = (second / "cases.jsonl").read_text()
     (second / "cases.jsonl").write_text(lines.replace('"pass"', '"fail"', 1))
     code, _, err = command("merge", str(first), str(second), "--into", str(tmp_path / "x"))
@@ -289,7 +289,7 @@ def test_a_part_stays_a_part(command: Any, tmp_path: Path) -> None:
     own = _cut(CASES, Shard(1, 2)).names(1)
     for words in (("--resume",), ("--rerun-failed",)):
         code, _, err = command("run", *words, "--results", str(part), "--shard", "1/2")
-        assert code == 2 and "--shard is for new runs (1/2) - leave it out" in err
+        assert code == 2 and "--shard needs a new run (1/2) - leave it out" in err
     code, out, err = command("run", "--resume", "--results", str(part), "--dry-run")
     assert code == 0 and len(out.split()) == 2 and set(out.split()) <= own, err
     with RunFolder(part, ["run", "--resume"]) as folder:

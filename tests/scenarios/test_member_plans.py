@@ -51,21 +51,21 @@ def test_a_plan_gives_every_cell_once_more() -> None:
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ("changes: [{step: 1, members: []}]", "a change that leaves no member"),
+        ("changes: [{step: 1, members: []}]", "the change leaves no member"),
         ("changes: [{step: 1, members: [0, 3]}]", "no such rank in replicate3"),
         (
             "changes: [{step: 1, members: [0, 2, 2]}]",
-            "members must ascend, each named once ([0, 2, 2]) - write [0, 2]",
+            "list members in ascending order, each once ([0, 2, 2]) - write [0, 2]",
         ),
         (
             "changes: [{step: 1, members: [2, 0]}]",
-            "members must ascend, each named once ([2, 0]) - write [0, 2]",
+            "list members in ascending order, each once ([2, 0]) - write [0, 2]",
         ),
         ("changes: [{step: 1, members: [0, 1, 2]}]", "the change before step 1 changes nothing"),
         ("changes: [{step: 4, members: [0]}]", "there is no such step (4) - valid: 0 to 3"),
         (
             "changes: [{step: 1, members: [0]}, {step: 1, members: [1]}]",
-            "two changes before one step",
+            "two changes come before one step",
         ),
         (
             "changes: [{step: 1, members: [0]}, {step: 2, members: [1]}]",
@@ -97,5 +97,5 @@ def test_members_and_their_check_belong_together() -> None:
     plan = "  - {label: odd, changes: [{step: 1, members: [0]}]}\n"
     with pytest.raises(ScenarioError, match="membership plans and the check `membership` belong"):
         cases(plan, head=HEAD.replace(", membership]", "]"))
-    with pytest.raises(ScenarioError, match="on a mesh of one axis only"):
+    with pytest.raises(ScenarioError, match="only on one-axis meshes"):
         cases(plan, head=HEAD.replace("{replicate: 3}", "{replicate: 2, shard: 2}"))

@@ -138,7 +138,7 @@ def test_the_tensor_axis_is_innermost_and_every_group_is_an_index_into_the_grid(
 def test_a_mesh_that_does_not_match_the_world() -> None:
     _, errors = threads(lambda rank, world: make(work(), rank, {"pipe": 2, "tensor": 2}), 3)
     for error in errors:
-        assert str(error) == "mesh pipe=2 x tensor=2 has 4 ranks, the group 3"
+        assert str(error) == "mesh pipe=2 x tensor=2 has 4 ranks, but the group has 3"
 
 
 def test_shards_without_replicas_say_what_would_do_on_every_rank() -> None:

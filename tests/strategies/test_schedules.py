@@ -292,7 +292,7 @@ def test_a_deadlock_is_told_as_a_cycle() -> None:
     assert told == (
         "deadlock: rank 0 waits in BW0@0 for SB0@1, which rank 1 does behind F1@1; "
         "rank 1 waits in F1@1 for SF1@0, which rank 0 does behind BW0@0; "
-        "it would take BW0@1 before F1@1 on rank 1 or F1@0 before BW0@0 on rank 0"
+        "to resolve it, do BW0@1 before F1@1 on rank 1 or F1@0 before BW0@0 on rank 0"
     )
     with pytest.raises(ScheduleDeadlock, match="rank 1 waits in F1@1"):
         simulate(schedule)
@@ -313,7 +313,7 @@ def test_a_cycle_over_three_ranks_leaves_out_who_only_waits() -> None:
 
 @pytest.mark.parametrize(
     ("place", "told"),
-    [((0, 2), "stage 1 lies on rank 2 of 2"), ((0, 0), "rank 1 has no stage")],
+    [((0, 2), "stage 1 is on rank 2, but there are 2 ranks"), ((0, 0), "rank 1 has no stage")],
 )
 def test_stages_lie_on_ranks_that_exist(place: tuple[int, ...], told: str) -> None:
     orders = tuple((Action("F", stage, 0), Action("BW", stage, 0)) for stage in (0, 1))

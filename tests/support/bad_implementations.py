@@ -289,7 +289,7 @@ WRONG_TYPES: dict[str, tuple[str, Any, str]] = {
     "NumberedPiece": ("piece", {"tensor": 1.0}, "with tensor=1.0, expected a Tensor"),
     "BoolReplica": ("piece", {"replica": True}, "with replica=True, expected an int"),
     "NoShape": ("piece", {"global_shape": None}, "with global_shape=None, expected a tuple"),
-    "OpenSlices": ("piece", {"slices": ((0, 1),) * 9}, "expected a (start, stop) a dimension"),
+    "OpenSlices": ("piece", {"slices": ((0, 1),) * 9}, "expected a (start, stop) per dimension"),
     "FlatText": ("piece", {"slices": None, "flat_range": "ab"}, "with flat_range='ab'"),
     "BackwardRange": ("piece", {"slices": None, "flat_range": (3, 1)}, "flat_range=(3, 1)"),
     "TextEvaluation": ("evaluate", "0.5", "evaluate(batch) returned str"),

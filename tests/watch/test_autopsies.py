@@ -141,7 +141,10 @@ def test_a_dump_that_is_none_is_refused_and_carries_nothing_out(tmp_path: Path, 
     (tmp_path / "nccl_trace_rank_1").write_bytes(data)
     done = here("watch", "--judge", str(tmp_path))
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"{tmp_path}/nccl_trace_rank_1: no Flight Recorder dump: " in done.stderr + done.stdout
+    assert (
+        f"{tmp_path}/nccl_trace_rank_1: this is not a dump of the Flight Recorder: "
+        in done.stderr + done.stdout
+    )
     assert not marker.exists()
 
 

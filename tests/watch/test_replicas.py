@@ -254,7 +254,7 @@ def test_sets_are_read(text: str, world: int, sets: tuple[tuple[int, ...], ...])
         ("0,1/1,2", "a rank is listed twice"),
         ("0,4", "rank 4 of 4"),
         ("a/b", "'a' is not a rank"),
-        ("0,1/", "an empty set"),
+        ("0,1/", "a set is empty"),
     ],
 )
 def test_sets_that_make_no_sense_are_refused(text: str, says: str) -> None:

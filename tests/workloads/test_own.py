@@ -71,7 +71,7 @@ def test_chains_are_cut_into_stages_and_others_are_refused() -> None:
     frame = prove("reference/pipeline", workload=CHAIN, worlds=(2, 3))
     assert list(frame["verdict"]) == ["pass", "pass"], list(frame["reason"])
     (row,) = prove("reference/pipeline", workload=ATTENDING, worlds=(2,)).to_dict("records")
-    assert row["verdict"] == "refused" and "only stages= can cut" in row["reason"]
+    assert row["verdict"] == "refused" and "is cut only by stages=" in row["reason"]
 
 
 def test_traits_of_the_batch_and_the_lanes_can_be_had() -> None:
@@ -136,10 +136,10 @@ def test_what_is_wrong_in_a_scenario_is_told(tmp_path: Path, old: str, new: str,
         ("TWO_INPUTS", "raised TypeError: TwoInputs.forward() missing 1 required positional"),
         ("MAPPING", "the model gives a dict, no tensor"),
         ("FLOAT32", "Float and Double (.*own_models.py:[0-9]+)"),
-        ("DROPPING", "two forwards of one batch .*: 1 .Dropout, p=0.1.*build it without"),
+        ("DROPPING", "two forwards of one batch .*: 1 .Dropout, p=0.1.*build the model with p=0"),
         ("INFINITE", "the loss of the first batch is nan, in float64"),
         ("SHORT", "gives a tensor of shape .23,., expected 24 samples"),
-        ("MOVING", "varies in its inputs: draw with its generator alone"),
+        ("MOVING", "varies in its inputs: draw with the given generator only"),
         ("MEAN", "gives one number for targets .24,.: return the loss of each target"),
         ("UNNAMED", "units: the model has no module '5'"),
         ("chain", "is <function chain .*>, no OwnWorkload"),

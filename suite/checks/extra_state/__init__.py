@@ -144,7 +144,7 @@ def _must_have_moved(
         if (found is not None and found[0].text != EQUAL) or name not in first:
             continue
         if torch.equal(first[name], tensor):
-            raise Differs(f"{name!r} never changed: it is equal after setup and the last step")
+            raise Differs(f"{name!r} never changed: after the last step it is as after setup")
         rows.append(ComparisonRow(*place, name, "all ranks", 0.0, 0.0))
 
 

@@ -67,7 +67,7 @@ def test_one_process_an_instance_with_ranks_of_nodes_is_a_mistake() -> None:
     """RANK and WORLD_SIZE of nodes, as some services set them, with two processes on each."""
     of_nodes = [azure(node, 0, 2, 1) for node in (0, 0, 1)]
     found = mistake([Entry.of(Place.find(each)) for each in of_nodes])
-    assert found is not None and "RANK counts ranks, not nodes" in found.remedy
+    assert found is not None and "set RANK to node * ranks per node" in found.remedy
 
 
 # -------------------------------------------------------------------------------------- SageMaker

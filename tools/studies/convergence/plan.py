@@ -183,8 +183,8 @@ def require_room(studies: Iterable[Study], nodes: Nodes) -> None:
             what = f"{name}: ranks of {run.backend} are threads, which cannot be on nodes"
             raise SelectionError(Problem(what, "choose another --backend, such as gloo"))
         if not nodes.has_room(run.backend, run.world):
-            what = f"{name}: {run.world} ranks do not fit {nodes}"
-            raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
+            what = f"{name}: {run.world} ranks do not fit on {nodes}"
+            raise SelectionError(Problem(what, "raise --nodes or --ranks-per-node"))
 
 
 def _require_backend(name: str) -> None:
