@@ -55,7 +55,7 @@ class ShownOptions:
         elif self.force:
             raise SelectionError(Problem("--force needs --save", "add --save FILE"))
         elif self.into is not None and self.form not in ("table", "markdown"):
-            raise SelectionError(Problem("--into is for Markdown", "leave out --format", self.form))
+            raise SelectionError(Problem("--into writes Markdown", "leave out --format", self.form))
 
 
 @options.grouped()

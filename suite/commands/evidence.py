@@ -59,7 +59,7 @@ def _report(run: Run, form: Format, into: Path | None, rows: bool) -> None:
 
     if into is not None:
         if form == "html":
-            raise SelectionError(Problem("--into is for Markdown", "leave out --format", form))
+            raise SelectionError(Problem("--into writes Markdown", "leave out --format", form))
         if not run.cases:
             problem = Problem("--into: the run has no cases", "name another run", run.path.name)
             raise SelectionError(problem)

@@ -86,7 +86,7 @@ def run_and_exit(
         digests = code.of(sources)
         if digests and (stale := folder.tell_code(digests, kept)):
             names = some(sorted({result.case.implementation for result in stale}), 3)
-            what = f"{number(len(stale), 'verdict')} kept from before {names} changed"
+            what = f"kept {number(len(stale), 'verdict')} from before a change of {names}"
             echo(f"{what}; run without --resume and --rerun-failed to judge all again", err=True)
         budget, judge = session.budget, elsewhere.judge if elsewhere else None
         execution = Execution(

@@ -71,7 +71,7 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     chosen = choose_mutants(how.impl or ["*"])
     if how.campaign is not None:
         given = {"--tier quick": is_quick, "--depth": how.depth, "--shard": part}
-        options.refuse(given, "--campaign plants faults in random cases as drawn", how.campaign)
+        options.refuse(given, "--campaign draws its own cases", how.campaign)
         most, seed = how.campaign, how.seed or 0
         code = options.of_campaign(lambda wing: wing.plant(chosen, most, seed, session, how))
         raise typer.Exit(code)

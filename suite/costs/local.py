@@ -191,7 +191,7 @@ class ParameterServer(Single):
         if idle:
             return f"{idle[0]!r} is not always used: no formula says when its state exists"
         if 0 in self.facts.micro_batches:
-            return "of more ranks than samples: no formula says when state exists"
+            return "there are more ranks than samples: no formula says when state exists"
         try:
             self.states(self.facts.steps - 1)
         except NoCostModel as error:

@@ -495,7 +495,7 @@ def _joint(
     """The ``synced`` rule: micro-batches of equal index run as one; updates ``buffers``."""
     counts = [len(batch.micro_batches) for batch in batches]
     if len(set(counts)) > 1:
-        raise NotJoined(f"synced buffers need as many micro-batches on each rank, not {counts}")
+        raise NotJoined(f"synced buffers need equal numbers of micro-batches, not {counts}")
     losses = [0.0] * len(batches)
     for parts in zip(*(batch.micro_batches for batch in batches), strict=True):
         outputs = device.forward(torch.cat([micro.inputs for micro in parts]))

@@ -220,7 +220,7 @@ class Compared:
         self.seen.tracked = len(found.tracked)
         self.seen.tracked_bytes = sum(local(one.parameter).nbytes for one in found.tracked)
         sparse = [f"gradient of {one.name}" for one in found.tracked if is_sparse(one)]
-        self.seen.not_compared = found.not_compared | dict.fromkeys(sparse, "it is sparse")
+        self.seen.not_compared = found.not_compared | dict.fromkeys(sparse, "sparse")
         self.seen.outside = [*self.found.outside]
 
     def _keep_state(self, state: checksum.Sums) -> None:
@@ -228,7 +228,7 @@ class Compared:
             self._sums["optimizer state"] = state.sums
             self.seen.not_compared.pop("optimizer state", None)
         elif self.found.tracked:
-            self.seen.not_compared["optimizer state"] = "the optimizer shows none"
+            self.seen.not_compared["optimizer state"] = "the optimizer shows no state"
 
     def _keep_tables(self) -> None:
         """Batch norms keep statistics of each rank's own: only what no step changes is compared."""

@@ -163,7 +163,7 @@ def _alone(
     if named is not None:
         return ("", users) if users else ("this rank is in no set of --replicas", None)
     if not has_name:
-        return "of no module: --replicas says which ranks hold the same", None
+        return "in no module: name the ranks that hold it by --replicas", None
     return "", tuple(range(world))
 
 

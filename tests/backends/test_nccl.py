@@ -41,8 +41,8 @@ def test_one_gpu_is_too_few_for_two_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     assert nccl.available(1) is None
     assert nccl.available(2) == (
         "NCCL needs a GPU for each of 2 rank(s), but this machine has 1 GPU; NCCL refuses two "
-        "ranks on one GPU: choose the backend gloo_cuda, whose ranks share GPUs, or at most one rank "
-        "per GPU"
+        "ranks on one GPU: choose the backend gloo_cuda, whose ranks share GPUs, or at most one "
+        "rank per GPU"
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     wanted = "NCCL needs a GPU for each of 2 rank(s), but this machine has no GPU: run where "

@@ -104,7 +104,7 @@ def test_a_kernel_that_takes_no_cap_is_told(tmp_path: Path) -> None:
 
     def refuse(image: str, command: list[str], **options: object) -> object:
         if "shape" in command:
-            said = b"bandwidth cannot be capped: the kernel has no tbf; load the kernel module sch_tbf\n"
+            said = b"bandwidth cannot be capped: no tbf; load the kernel module sch_tbf\n"
             raise docker.errors.ContainerError(options["name"], 1, command, image, said)
         return start(image, command, **options)
 

@@ -34,8 +34,8 @@ def test_verdicts_of_other_code_are_told(tmp_path: Path) -> None:
         done = here(*arguments, cwd=tmp_path, paths=[tmp_path])
         outputs.append(done.stdout + done.stderr)
     assert "1 crash, 1 pass" in outputs[0], outputs[0]
-    assert "kept from before" not in outputs[1]
-    assert "1 verdict kept from before owncode:Mine changed" in outputs[2]
+    assert "from before a change" not in outputs[1]
+    assert "kept 1 verdict from before a change of owncode:Mine" in outputs[2]
     invocations = json.loads((tmp_path / "r" / "run.json").read_text())["invocations"]
     digests = [one["code"]["owncode:Mine"] for one in invocations]
     assert digests[0] == digests[1] != digests[2]

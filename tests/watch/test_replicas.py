@@ -37,7 +37,7 @@ steps(whole, kept)
         assert seen["tracked"] == 0 and seen["steps"] == 3
         assert {*seen["not_compared"].values()} == {"sharded: each rank has a part of it"}
     assert zero["tracked"] == 4 and zero["counts"]["parameters"] == 4
-    assert zero["not_compared"] == {"optimizer state": "the optimizer shows none"}
+    assert zero["not_compared"] == {"optimizer state": "the optimizer shows no state"}
     assert "optimizer state" not in zero["counts"]
     assert "not compared: " in told and "0.weight" in told
 
@@ -187,7 +187,7 @@ steps(two, both, 1)
     assert first["outside"] == ["2.weight", "2.bias"]
     assert (second["name"], second["steps"], second["tracked"]) == ("Adam", 10, 4)
     assert both["tracked"] == 8 and both["not_compared"] == {
-        "optimizer state": "the optimizer shows none"
+        "optimizer state": "the optimizer shows no state"
     }
     kinds = [(finding["kind"], finding["optimizer"]) for finding in report["findings"]]
     assert kinds[:1] == [("hyperparameters", 1)] and ("parameters", 1) in kinds, told

@@ -64,7 +64,7 @@ def unscored(backend: str, mesh: Mapping[str, int]) -> str:
         return f"there are no cost formulas for backend {backend}"
     split = [axis for axis in axes.splitting(mesh) if mesh[axis] > 1]
     if split:  # a rank alone cannot compute its part of a model
-        return f"only whole models have measured compute, but {' and '.join(split)} splits this one"
+        return f"compute is measured for whole models, but {' and '.join(split)} splits this one"
     return ""
 
 
