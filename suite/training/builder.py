@@ -351,7 +351,9 @@ def fits(
     """
     own = isinstance(optimizer, optimizers.TorchOptimizer)
     if own and not name.startswith(f"{_OWN}/"):
-        raise ValueError(f"{name} has the optimizers sgd and adamw; others run under {_OWN}/...")
+        raise ValueError(
+            f"{name} supports the optimizers sgd and adamw; others run under {_OWN}/..."
+        )
     if own and options.get("offload", "none") != "none":
         raise ValueError("offload: only the state of sgd and adamw can be kept in host memory")
     if strategies.SHARDED[0] in capabilities.features or axes.parts(mesh, "state") > 1:

@@ -136,8 +136,8 @@ def wrap(
     system: Any = registry.load(name)
     if not hasattr(system, "own_loop_type"):
         raise ValueError(
-            f"{name} runs whole steps, so your own loop cannot: choose a strategy of the suite "
-            "(ddp, zero1, zero2, zero3, fsdp), or use shardproof.Training"
+            f"{name} runs whole steps and allows no loop of your own: choose one of "
+            "ddp, zero1, zero2, zero3 and fsdp, or use shardproof.Training"
         )
     capabilities = capabilities_of(name, options)
     if not isinstance(mesh, Mesh):
