@@ -79,7 +79,7 @@ class CollectedScenario(pytest.File):
         try:
             cases = preflight.with_found_traits(filters.cases())
         except InputError as error:
-            nothing = re.search("matches no |unknown implementation", str(error))
+            nothing = re.search("matches no(thing| system)|unknown implementation", str(error))
             if isinstance(error, SelectionError) and nothing:
                 return  # a filter may leave nothing of one file; the others have the rest
             raise self.CollectError(str(error)) from None
