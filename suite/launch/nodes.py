@@ -28,7 +28,7 @@ NODE = "SHARDPROOF_NODE"
 MOST_NODES, MOST_RANKS = 16, 32
 #: A rate that is no limit.
 UNLIMITED = "unlimited"
-_NO_NODES = "fault {}: faults of nodes need nodes; use `shardproof cluster run`"
+_NO_NODES = "fault {}: ranks are not on nodes here; use `shardproof cluster run`"
 _UNITS = {"mbit": 10**6, "gbit": 10**9}
 #: Bits per second; beyond, the kernel counts in other units, and here nothing sends as fast.
 _MOST_RATE = 10 * 10**9

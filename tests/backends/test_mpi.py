@@ -301,5 +301,5 @@ def test_asked_for_by_name_it_is_bad_input_where_it_cannot_run(
     monkeypatch.setattr(
         mpi_found, "find", lambda: mpi_found.MpiRuntime(str(script), "MPICH", "made up")
     )
-    with pytest.raises(SelectionError, match=f"{says}.* allow it 4 ranks on this machine"):
+    with pytest.raises(SelectionError, match=f"{says}.* let mpirun start 4 ranks here"):
         run._require_backends(chosen, ["mpi"])

@@ -49,7 +49,7 @@ def test_sizes_are_written_as_people_write_them(text: str, count: int) -> None:
         (["checkpoint", "--parameters", "many"], "--parameters: not a valid number (many)"),
         (["checkpoint", "--parameters", "0.001B1"], "e.g. 20M, 200M or 1.5B"),
         (["checkpoint", "--parameters", "3"], "at least 49,152"),
-        (["peers", "--parameters", "20M"], "it belongs to `bench checkpoint`"),
+        (["peers", "--parameters", "20M"], "or use `bench checkpoint`"),
         (["checkpoint", "peers", "--parameters", "20M"], "of charnames_gpt (ddp)"),
         (["strong", "--parameters", "20M"], "--parameters is no option of `bench scaling`"),
         (

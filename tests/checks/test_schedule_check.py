@@ -494,7 +494,7 @@ def test_more_stages_than_units_are_refused(monkeypatch: Any, tmp_path: Path) ->
     [
         (lambda ranks, size: "1f1b", "fail", "returned a str, not a Schedule"),
         (lambda ranks, size: 1 // 0, "crash", "raised ZeroDivisionError"),
-        (lambda ranks, size: SCHEDULES["1f1b"](ranks, 3), "fail", "is for 3 micro-batches"),
+        (lambda ranks, size: SCHEDULES["1f1b"](ranks, 3), "fail", "has 3 micro-batches, not"),
     ],
 )
 def test_a_claim_that_is_none_is_told(

@@ -166,5 +166,5 @@ def test_cores_and_memory_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_agent_that_does_not_come_is_named(tmp_path: Path) -> None:
     (tmp_path / "node0").touch()
     node_caps.wait(str(tmp_path / "node0"))
-    with pytest.raises(node_caps.NoCap, match="node1: its agent has not started"):
+    with pytest.raises(node_caps.NoCap, match="the agent of node1 has not started"):
         node_caps.wait(str(tmp_path / "node1"), seconds=0.0)

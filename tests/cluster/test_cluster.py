@@ -95,7 +95,7 @@ def test_a_node_that_does_not_start_is_a_precondition_and_nothing_stays(tmp_path
 def test_a_head_that_is_stopped_from_outside_is_told(tmp_path: Path) -> None:
     said: list[str] = []
     assert cluster.run(MadeEngine(code=137), made_cluster(tmp_path), ["run"], said.append) == 3
-    assert "the head ended with code 137" in said[-1]
+    assert "the head container ended with code 137" in said[-1]
 
 
 def test_clean_leaves_runs_that_go_on() -> None:

@@ -72,9 +72,9 @@ def silent(engine: MadeEngine, word: str, **state: bool) -> None:
 @pytest.mark.parametrize(
     ("word", "state", "says"),
     [
-        ("", {"Paused": True}, "shardproof-1-2-head is paused from outside"),
-        ("", {"Running": False}, "shardproof-1-2-head has ended, with everything that ran in it"),
-        ("memory", {"Paused": True}, "shardproof-1-2-node0 is paused from outside"),
+        ("", {"Paused": True}, "shardproof-1-2-head was paused from outside"),
+        ("", {"Running": False}, "shardproof-1-2-head has ended"),
+        ("memory", {"Paused": True}, "shardproof-1-2-node0 was paused from outside"),
     ],
     ids=["head is paused", "head ended", "node is paused while it is measured"],
 )

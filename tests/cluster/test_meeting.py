@@ -28,8 +28,8 @@ def entry(rank: int, host: str = "a", world: int = 8, **more: object) -> Entry:
             [entry(0), entry(1, "b", 4)],
             r"rank 0 \(a\) was started with 8 ranks, rank 1 \(b\) with 4 - ",
         ),
-        ([entry(0), entry(4), entry(4, "b")], "number 4, on a and on b - .*--node-rank"),
-        ([entry(1), entry(1)], "number 1, both on a - RANK counts ranks, not nodes"),
+        ([entry(0), entry(4), entry(4, "b")], "rank 4, on a and on b - .*--node-rank"),
+        ([entry(1), entry(1)], "rank 1, both on a - set RANK to node"),
     ],
 )
 def test_ranks_that_cannot_be_together(entries: list[Entry], says: str) -> None:
@@ -46,7 +46,7 @@ def test_one_process_a_node_is_seen_once_nobody_comes_any_more() -> None:
     found = mistake(alone, settled=True)
     assert found is not None
     assert found.what == "one process was started per node, as ranks 0, 4 of 8"
-    assert "start 4 per node" in found.remedy
+    assert "start 4 processes per node" in found.remedy
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_who_asks_goes_on_when_it_is_done(tmp_path: Path) -> None:
         asking.ask(tmp_path, "pause_node", 1, seconds=0.01)
         while len(node.told) < 4:
             threading.Event().wait(0.01)
-        with pytest.raises(asking.NotDone, match="kill_node of node 0: no such container"):
+        with pytest.raises(asking.NotDone, match="kill_node for node 0: no such container"):
             asking.ask(tmp_path, "kill_node", 0)
         with pytest.raises(asking.NotDone, match="capped already: leave out --cpus"):
             asking.ask(tmp_path, "slow_node", 1)

@@ -64,7 +64,7 @@ def test_a_rank_of_mpi_that_ends_early_leaves_no_shared_memory(
     monkeypatch.setattr(place, "unlink_segments", lambda: done.append("unlinked"))
     monkeypatch.setenv("PMI_SIZE", started)
     if started == "4":
-        with pytest.raises(LaunchError, match="MPI knows of 2 ranks, but the launcher"):
+        with pytest.raises(LaunchError, match="MPI sees 2 ranks, but the launcher"):
             Place.by_mpi()
     else:
         assert Place.by_mpi() == Place(1, 2, "127.0.0.1", 4242)

@@ -217,7 +217,7 @@ def test_prove_refuses_results_where_no_folder_can_be(tmp_path: Path) -> None:
         (tmp_path / "file", "results: is a file"),
         (tmp_path / "file" / "run", "file' is a file"),
         ("", "results is an empty path"),
-        (3, "results: cannot be used"),
+        (3, "results: wrong type"),
     ):
         with pytest.raises(SelectionError, match=says):
             prove("reference/ddp", results=given)  # type: ignore[arg-type]
@@ -299,7 +299,7 @@ def test_the_package_stays_light() -> None:
 def test_doctor_names_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     finding = doctor._interface()
-    assert finding.state == "bad" and "there is no eth77" in finding.found
+    assert finding.state == "bad" and "this machine has no interface eth77" in finding.found
     assert ", or set it to one of" in finding.remedy
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     assert doctor._interface().state == "good"

@@ -57,7 +57,7 @@ def test_what_one_device_cannot_compute_is_no_fault_of_the_judge() -> None:
     ]
     (first, second), _ = run_cases(cases, 1, lambda result: None)
     assert first.verdict == "precondition"
-    assert "give precision.buffers = bfloat16" in first.reason
+    assert "set precision.buffers = bfloat16" in first.reason
     assert second.verdict == "pass (working precision only)", second.reason
 
 

@@ -79,7 +79,7 @@ def test_a_file_is_read_to_its_end_and_no_further(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(data)
     assert read_input(tmp_path / "file") == data
     assert read_input(tmp_path / "file", len(data)) == data
-    with pytest.raises(files.SelectionError, match="is over 1 MiB"):
+    with pytest.raises(files.SelectionError, match="exceeds 1 MiB"):
         read_input(tmp_path / "file", 1 << 20)
 
 

@@ -140,9 +140,9 @@ def test_what_is_wrong_in_a_scenario_is_told(tmp_path: Path, old: str, new: str,
         ("INFINITE", "the loss of the first batch is nan, in float64"),
         ("SHORT", "gives a tensor of shape .23,., expected 24 samples"),
         ("MOVING", "varies in its inputs: draw with the given generator only"),
-        ("MEAN", "gives one number for targets .24,.: return the loss of each target"),
+        ("MEAN", "returned one number for targets .24,.: return the loss of each target"),
         ("UNNAMED", "units: the model has no module '5'"),
-        ("chain", "is <function chain .*>, no OwnWorkload"),
+        ("chain", "is <function chain .*>, not an OwnWorkload"),
     ],
 )
 def test_what_cannot_be_judged_says_why(name: str, says: str) -> None:
