@@ -291,7 +291,7 @@ def test_asked_for_by_name_it_is_bad_input_where_it_cannot_run(
     chosen = [made_case("reference/ddp", {"replicate": 4}, backend="mpi")]
     monkeypatch.setattr(mpi_found, "problem", lambda: "MPI needs mpirun, which is missing")
     with pytest.raises(
-        SelectionError, match=r"there is none \(--backend mpi\) - run `shardproof doc"
+        SelectionError, match=r"which is missing \(--backend mpi\) - run `shardproof doc"
     ):
         run._require_backends(chosen, ["mpi"])
     run._require_backends(chosen, [])  # not asked for by name: skipped

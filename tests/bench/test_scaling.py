@@ -301,7 +301,7 @@ def test_shipped_scenarios_state_mode_and_base_and_reach_1024_ranks() -> None:
         ("size: 1m", "size: 2m", 9, "20m"),
         ("global_batch: 32", "batch_per_rank: 32", 9, "workload.global_batch"),
         ("backends: [gloo]", "backends: [glue]", 11, "gloo"),
-        ("worlds: [2, 4,", "worlds: [4, 2,", 12, "grow"),
+        ("worlds: [2, 4,", "worlds: [4, 2,", 12, "ascending"),
         ("worlds: [2, 4,", "worlds: [1, 4,", 12, "must be 2 or more"),
         ("  - reference/zero1", "  - reference/zreo1", 15, "reference/zero1"),
         ("label: views, ", "", 19, "label"),

@@ -71,11 +71,11 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
         ),
         (
             ("run", "ddp-gpt", "--impl", "absent:Mine"),
-            "(absent:Mine) - no module 'absent' here or installed",
+            "(absent:Mine) - there is no module 'absent' here or installed",
         ),
         (("run", "ddp-gpt", "--impl", "zzz*"), "--impl matches no system here (zzz*)"),
         (("run", "ddp-gpt", "--backend", "glo"), "did you mean gloo?"),
-        (("run", "--world", "99"), "--world matches nothing (99) - there are: 1, 2, 3, 4, 5"),
+        (("run", "--world", "99"), "--world matches nothing (99) - valid: 1, 2, 3, 4, 5"),
         (("run", "ddp-gpt", "-k", "nosuchword"), "-k matches nothing (nosuchword)"),
         (
             ("run", "ddp-gpt", "--impl", "mutants/backend_offset_is_ignored", "-k", "nosuchword"),
