@@ -162,7 +162,7 @@ class StandIn(Implementation):
         forms = {field.name: type(field.default) for field in dataclasses.fields(Capabilities)}
         if told.keys() != forms.keys():
             raise BrokenContract(
-                f"{cls.__name__} declares unknown fields: {', '.join(sorted(told))!r:.200}"
+                f"{cls.__name__} declares the wrong fields: {', '.join(sorted(told))!r:.200}"
             )
         listed = {name: form for name, form in forms.items() if isinstance(told[name], list)}
         several = {name: form(told[name]) for name, form in listed.items() if form in _SEVERAL}

@@ -218,7 +218,7 @@ def test_options_nest_and_are_yaml() -> None:
     ("arguments", "told"),
     [
         (("reference/dpd", "pytorch/ddp"), "reference/ddp"),
-        (("reference/ddp",), "two sides"),
+        (("reference/ddp",), "two implementations"),
         (("nothing-like-it",), "data-parallel"),
         (("reference/ddp", "pytorch/ddp", "--size", "7z"), "20m"),
         (("reference/ddp", "pytorch/ddp", "--param", "wdith=3"), "width"),

@@ -49,7 +49,7 @@ def test_without_a_runtime_for_gpus_nothing_is_built(
         command_line.main()
     assert left.value.code == NOT_DECIDED
     said = capsys.readouterr().err
-    assert "precondition: the engine hands no GPUs to containers" in said
+    assert "precondition: the engine gives no GPUs to containers" in said
     assert "install the NVIDIA container toolkit" in said
 
 

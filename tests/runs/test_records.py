@@ -156,7 +156,7 @@ def test_a_changed_entry_that_another_has_superseded_is_found(run: Path) -> None
     early = next(number for number, file in enumerate(files) if file in files[number + 1 :])
     entries[early] = entries[early].replace(b'"sha256": "', b'"sha256": "0')
     (run / Manifest.NAME).write_bytes(b"".join(entries))
-    assert any("does not follow" in problem for problem in _problems(run))
+    assert any("does not match the line before" in problem for problem in _problems(run))
 
 
 def test_resume_takes_what_is_left_and_rerun_what_did_not_hold(run: Path) -> None:
