@@ -119,7 +119,7 @@ def test_clean_leaves_runs_that_go_on() -> None:
     live = ["shardproof-1-17", "shardproof-4-17"]
     left = {part.attrs["Labels"]["shardproof"] for part in engine.parts}
     assert left == {*live, "by-hand", "judge"}
-    assert "left: shardproof-1-17, which goes on; `cluster clean --all`" in said[0]
+    assert "kept: shardproof-1-17, which is active; `cluster clean --all`" in said[0]
     assert any(
         "shardproof-4-17, which is active and was started elsewhere;" in line for line in said
     )
