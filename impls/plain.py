@@ -50,7 +50,7 @@ class Plain(Implementation):
             max_world=1,
             exactness="bitwise",
             features=frozenset({"clipping", "accumulation"}),
-            declines={"loss_scale": "left out"},
+            declines={"loss_scale": "'plain' has no loss scaler"},
         )
 
     def setup(
@@ -64,9 +64,9 @@ class Plain(Implementation):
         """Build the model and its optimizer."""
         self.capabilities(options)
         if mesh.world != 1:
-            raise Refused(f"'plain' trains in a world of 1, not {mesh.world}")
+            raise Refused(f"'plain' trains on 1 rank, but this mesh has {mesh.world}")
         if state is None:
-            raise ValueError("global rank 0 is always given the initial state")
+            raise ValueError("global rank 0 must be given the initial state, not None")
         self.module: nn.Module = build(mesh.device)
         with torch.no_grad():
             for name, tensor in self._named("parameters", "buffers").items():

@@ -57,8 +57,8 @@ def offered(chosen: Checkpoints, partitions: bool) -> tuple[str, ...]:
     formats = FORMATS if partitions else FORMATS[:1]
     if chosen.format not in formats:
         raise Refused(
-            f"option 'checkpoint.format' = {chosen.format!r}: ds_to_universal converts partitions "
-            f"of ZeRO, which this system has not; valid: {', '.join(formats)}"
+            f"option 'checkpoint.format' = {chosen.format!r}: ds_to_universal converts "
+            f"partitions of ZeRO, and this system has none; valid: {', '.join(formats)}"
         )
     return formats
 
@@ -109,7 +109,10 @@ class Saves(Implementation):
         with self.launched():
             found, state = self.engine.load_checkpoint(str(place), tag=tag)
         if found is None:
-            raise FileNotFoundError(f"{path}: DeepSpeed finds no checkpoint - name one, or a root")
+            raise FileNotFoundError(
+                f"{path}: DeepSpeed finds no checkpoint there - name a checkpoint, or the "
+                "folder into which it was saved"
+            )
         if len(state["rng"]) == self.comm.size:
             torch.set_rng_state(state["rng"][self.comm.rank])
         extra: Mapping[str, Any] = json.loads(state["extra"])

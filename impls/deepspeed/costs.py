@@ -265,10 +265,13 @@ class DeepSpeedZero3(_Sharded):
         facts, zero = self.facts, self.zero
         if self.traced:
             names = ", ".join(self.untraced)
-            raise NoCostModel(f"deepspeed_zero3 promises traffic only where these are 0: {names}")
+            raise NoCostModel(
+                f"deepspeed_zero3 promises traffic only if these options are 0: {names}"
+            )
         if not zero.get("reduce_scatter", True) or zero.get("sub_group_size") is not None:
             raise NoCostModel(
-                "deepspeed_zero3 promises no traffic for other reductions, sub-groups"
+                "deepspeed_zero3 promises no traffic if reduce_scatter is false or "
+                "sub_group_size is set"
             )
         gathered = [FP32 * self.ranks * self.shard(t) for t in facts.parameters]
         reduced = [FP32 * self.ranks * self.shard(t) for t in facts.trainable]
@@ -311,13 +314,18 @@ class DeepSpeedZero3(_Sharded):
         reasons = {}
         if self.traced:
             names = ", ".join(self.untraced)
-            reasons["parameters"] = f"what is kept whole depends on earlier steps unless 0: {names}"
+            reasons["parameters"] = (
+                "earlier steps decide which parameters stay whole, unless these options are 0: "
+                f"{names}"
+            )
         if self.zero.get("sub_group_size") is not None:
-            reasons["optimizer_state"] = reasons["masters"] = "sub-groups: one flat buffer for each"
+            reasons["optimizer_state"] = reasons["masters"] = (
+                "with sub_group_size set, each sub-group has one flat buffer"
+            )
         if not self.facts.clipped or len(self.groups) > 1:
             reasons["masters"] = (
-                "the optimizer has a group's master during its update only, where it is seen "
-                "if gradients are clipped and there is one group"
+                "the optimizer holds a group's master only during that group's update, and the "
+                "suite sees it there only if gradients are clipped and there is one group"
             )
         return reasons
 

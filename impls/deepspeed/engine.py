@@ -58,8 +58,8 @@ from shardproof.impls.reference.engine.optimizer import (
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state
 
 #: Why traits are declined.
-NO_SCALE = "DeepSpeed scales fp16 only, which it lacks on CPUs"
-ZERO_GRADIENT = "DeepSpeed gives a parameter without a gradient zeros and updates it"
+NO_SCALE = "DeepSpeed scales losses only in fp16, which it does not support on CPUs"
+ZERO_GRADIENT = "DeepSpeed replaces a missing gradient by zeros and updates the parameter with them"
 #: Traits that no stage supports.
 DECLINES: Mapping[str, str] = {
     **dict.fromkeys(("unused", "conditional_late_step", "conditional_early_step"), ZERO_GRADIENT),
@@ -68,7 +68,8 @@ DECLINES: Mapping[str, str] = {
 #: Those that stages which reduce in every micro-batch do not support.
 EVERY_MICRO_BATCH: Mapping[str, str] = {
     **DECLINES,
-    "unequal_micro_batches": "ranks with more micro-batches would start a reduction alone",
+    "unequal_micro_batches": "a rank with more micro-batches would start a reduction that the "
+    "other ranks do not join",
 }
 
 # Imported where the ranks are forked from, once, because it takes more than a second.
@@ -117,10 +118,13 @@ class Engine(Saves):
         self.zero: ZeroOptimization = parse(options, self.stage)
         self.checkpoints = checkpoints(options)
         if optimizer.scaler is not None:
-            raise Refused(f"optimizer.scaler: {NO_SCALE}")
+            raise Refused(f"optimizer.scaler: {NO_SCALE}; leave the scaler out")
         self.build, self.spec, self.comm = build, optimizer, mesh.comm(self.axis)
         if mesh.world != torch.distributed.get_world_size():
-            raise Refused("DeepSpeed takes all ranks of the default group, not a part of them")
+            raise Refused(
+                f"this mesh has {mesh.world} ranks, but DeepSpeed always uses all ranks of the "
+                "default process group"
+            )
         module = build(mesh.device)
         if state is not None:
             load_state(module, state)
@@ -182,7 +186,10 @@ class Engine(Saves):
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """Backward of every micro-batch through the engine, then the engine's step."""
         if not batch.micro_batches:
-            what = f"step {batch.step}: a rank without micro-batches would hang the others"
+            what = (
+                f"step {batch.step}: this rank has no micro-batch, and the other ranks would "
+                "wait for it"
+            )
             raise Refused(f"{what} in DeepSpeed")
         with self.launched():
             return self.train(batch, observe)

@@ -95,7 +95,9 @@ class ZeroOptimization:
                 at_least(f"zero_optimization.{field.name}", value, least)
                 if value != int(value):
                     name = f"zero_optimization.{field.name}"
-                    raise Refused(f"option {name!r} counts elements, so it cannot be {value!r}")
+                    raise Refused(
+                        f"option {name!r} must be a whole number of elements, not {value!r}"
+                    )
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -122,9 +124,9 @@ def parse(options: Mapping[str, Any], stage: int) -> ZeroOptimization:
     """
     for key in options:
         if key in DECIDED:
-            raise Refused(f"option {key!r}: {DECIDED[key]} decides that; leave it out")
+            raise Refused(f"option {key!r}: {DECIDED[key]} sets this value; leave the option out")
         if key in PRECISION:
-            raise Refused(f"option {key!r}: DeepSpeed is judged in fp32 only; leave it out")
+            raise Refused(f"option {key!r}: DeepSpeed is tested in fp32 only; leave the option out")
     given = options.get("zero_optimization", {})
     if not isinstance(given, Mapping):
         raise Refused(f"option 'zero_optimization' must be of type mapping, not {given!r}")
@@ -137,8 +139,8 @@ def parse(options: Mapping[str, Any], stage: int) -> ZeroOptimization:
     ).zero_optimization
     if chosen.stage != stage:
         raise Refused(
-            f"option 'zero_optimization.stage' = {chosen.stage} contradicts deepspeed/zero{stage}; "
-            f"name deepspeed/zero{chosen.stage} or leave the stage out"
+            f"option 'zero_optimization.stage' = {chosen.stage} contradicts "
+            f"deepspeed/zero{stage}; use deepspeed/zero{chosen.stage}, or leave 'stage' out"
             if chosen.stage in (0, 1, 2, 3)
             else f"option 'zero_optimization.stage' must be 0, 1, 2 or 3, not {chosen.stage}"
         )
@@ -146,12 +148,13 @@ def parse(options: Mapping[str, Any], stage: int) -> ZeroOptimization:
         if stage not in _users(key):
             stages = ", ".join(map(str, _users(key)))
             raise Refused(
-                f"option 'zero_optimization.{key}' is ignored by stage {stage}; used by: {stages}"
+                f"option 'zero_optimization.{key}' has no effect in stage {stage}, only in "
+                f"these stages: {stages}; leave it out"
             )
     if chosen.offloads_optimizer and not chosen.compute_grad_norm:
         raise Refused(
-            "option 'zero_optimization.compute_grad_norm' = False: DeepSpeed computes the norm "
-            "when the optimizer is offloaded; set offload_optimizer.device to none"
+            "option 'zero_optimization.compute_grad_norm' = False: DeepSpeed always computes "
+            "the norm when the optimizer is offloaded; set offload_optimizer.device to none"
         )
     return chosen
 

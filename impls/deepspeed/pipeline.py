@@ -65,14 +65,19 @@ from shardproof.impls.reference.pipeline.schedules import one_f_one_b
 from shardproof.impls.reference.pipeline.stages import cut
 from shardproof.schedules import Action, Schedule
 
-BYTES = "RuntimeError: DeepSpeed broadcasts parameters viewed as bytes, which torch refuses of {}"
+BYTES = (
+    "RuntimeError: DeepSpeed broadcasts parameters as a view of bytes, and torch cannot view "
+    "{} as bytes"
+)
 #: Of 0.19.8 (runtime/engine.py, _broadcast_model), even where nobody else has the stage.
 NO_BYTES = {
-    "scalar": BYTES.format("those without a dimension"),
-    "non_contiguous": BYTES.format("transposed ones"),
+    "scalar": BYTES.format("parameters without a dimension"),
+    "non_contiguous": BYTES.format("transposed parameters"),
 }
-ONE_LENGTH = "shapes are sent once a step; dynamic_shape: true sends them with every message"
-ONE_WINDOW = "DeepSpeed's train_batch ends in an optimizer step: one window a step"
+ONE_LENGTH = (
+    "DeepSpeed sends shapes once per step; dynamic_shape: true sends them with every message"
+)
+ONE_WINDOW = "DeepSpeed's train_batch ends in an optimizer step, so a step can have only one window"
 
 
 @dataclass(frozen=True)
@@ -148,9 +153,12 @@ class DeepSpeedPipeline(Saves):
         self.options = parse_options(Options, options)
         self.checkpoints = self.options.checkpoint
         if optimizer.scaler is not None:
-            raise Refused(f"optimizer.scaler: {NO_SCALE}")
+            raise Refused(f"optimizer.scaler: {NO_SCALE}; leave the scaler out")
         if mesh.world != torch.distributed.get_world_size():
-            raise Refused("DeepSpeed takes all ranks of the default group, not a part of them")
+            raise Refused(
+                f"this mesh has {mesh.world} ranks, but DeepSpeed always uses all ranks of the "
+                "default process group"
+            )
         self.build, self.spec, self.comm = build, optimizer, mesh.comm("pipe")
         whole = build(mesh.device)
         assert state is not None, "initial_state is 'everywhere'"
@@ -262,13 +270,13 @@ class DeepSpeedPipeline(Saves):
     def load_batch(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and number of every micro-batch, when the engine is ready for them."""
         if len(batch.windows) != 1:
-            raise Refused(f"step {batch.step}: {len(batch.windows)} windows; {ONE_WINDOW}")
+            raise Refused(f"step {batch.step} has {len(batch.windows)} windows; {ONE_WINDOW}")
         shapes = sorted({tuple(micro.inputs.shape) for micro in batch.micro_batches})
         if not self.options.dynamic_shape:
             if len(shapes) > 1:
                 raise Refused(
-                    f"step {batch.step}: micro-batches of shapes {', '.join(map(str, shapes))} "
-                    "need option 'dynamic_shape' = True"
+                    f"step {batch.step}: the micro-batches have different shapes "
+                    f"({', '.join(map(str, shapes))}); set option 'dynamic_shape' to true"
                 )
             if self.shape not in ((), shapes[0]):
                 self.engine.reset_activation_shape()
@@ -327,7 +335,7 @@ class DeepSpeedPipeline(Saves):
             make_slots(self.torch_optimizer, left)
             left = copy_pieces(self.local_state(kind), left)
         if left:
-            raise Refused(f"the stage of this rank holds no {kind} {left[0].name!r}")
+            raise Refused(f"the stage of this rank holds no tensor {left[0].name!r} ({kind})")
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of all stages' tensors on every rank, sent as objects."""
@@ -344,7 +352,7 @@ class DeepSpeedPipeline(Saves):
 
 def _elsewhere(tensor: Tensor) -> Tensor:
     """A layer that a different rank holds."""
-    raise RuntimeError("this stage lies on another rank")
+    raise RuntimeError("this layer belongs to a stage on another rank, so it cannot run here")
 
 
 def tied_names(parts: Sequence[nn.Module]) -> dict[int, list[str]]:
@@ -361,8 +369,8 @@ def tied_names(parts: Sequence[nn.Module]) -> dict[int, list[str]]:
     pairs = sorted({tuple(stage for stage, _ in names) for names in shared})
     if len(pairs) > 1:
         raise Refused(
-            f"parameters are tied over stages {' and over '.join(map(str, pairs))}: one stage "
-            "cannot be two of DeepSpeed's TiedLayerSpec"
+            f"parameters are tied between stages {' and between '.join(map(str, pairs))}, but a "
+            "stage can belong to only one of DeepSpeed's TiedLayerSpec"
         )
     return {
         stage: [dict(names)[stage] for names in shared] for stage in (pairs[0] if pairs else ())

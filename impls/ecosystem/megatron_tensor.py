@@ -95,7 +95,7 @@ class MegatronTensor(PyTorchTensorParallel):
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Whole tensors; Megatron gathers only for its own checkpoints."""
-        raise Refused("Megatron's layers gather no state")
+        raise Refused("Megatron's layers cannot gather a full state")
 
 
 IMPLEMENTATION = MegatronTensor

@@ -124,11 +124,11 @@ class PicotronPipeline(Adapter):
 
     def clip(self, limit: float) -> Tensor:
         """Do nothing: picotron trains without clipping."""
-        raise Refused("the axis 'pipe' of picotron has no clipping")
+        raise Refused("picotron's pipeline does not clip gradients; leave 'clip' out")
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Not supported: picotron only trains."""
-        raise Refused("picotron has no evaluation")
+        raise Refused("picotron cannot evaluate a model")
 
     def local_state(self, kind: Kind) -> list[Piece]:
         """The whole tensors of the stage."""

@@ -26,12 +26,15 @@ UNUSED = (
     *("conditional_by_rank", "conditional_by_micro_batch", "conditional_last_micro_batch"),
     *("conditional_late_step", "conditional_early_step"),
 )
-UNEQUAL = {"unequal_micro_batches": "a rank with more micro-batches would reduce alone"}
+UNEQUAL = {
+    "unequal_micro_batches": "a rank with more micro-batches would start a reduction that the "
+    "other ranks do not join"
+}
 #: What DDP promises beside the usual, where ``accumulating`` keeps all micro-batches but the last
 #: from reducing.
 DDP_FEATURES = ("accumulation_without_communication", "buffer_broadcast", "overlap")
 #: Of systems on DDP as it is by default.
-DDP_DECLINES = dict.fromkeys(UNUSED, "needs find_unused_parameters=True") | UNEQUAL
+DDP_DECLINES = dict.fromkeys(UNUSED, "DDP needs find_unused_parameters=True for this") | UNEQUAL
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class NoOptions:
     """No options: the system is tested with its defaults."""
 
 
-UNSCALED = "judged without loss scaling"
+UNSCALED = "this system is tested without loss scaling"
 
 
 def process_capabilities(package: str, *features: str, **fields: Any) -> Capabilities:
@@ -53,9 +56,12 @@ def check_plain(options: Mapping[str, Any], mesh: Mesh, axis: str, spec: Optimiz
     """:class:`Refused` for options, for a mesh other than all ranks along ``axis``, or a scaler."""
     parse_options(NoOptions, options)
     if list(mesh.axes) != [axis]:
-        raise Refused(f"takes all ranks along axis {axis!r}; this mesh has {list(mesh.axes)}")
+        raise Refused(
+            f"this system needs a mesh with the single axis {axis!r}; this mesh has "
+            f"{list(mesh.axes)}"
+        )
     if spec.scaler is not None:
-        raise Refused(f"optimizer.scaler: {UNSCALED}")
+        raise Refused(f"optimizer.scaler: {UNSCALED}; leave the scaler out")
 
 
 class Whole(Adapter):

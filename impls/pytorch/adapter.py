@@ -100,7 +100,10 @@ class Adapter(Saves):
         """Accumulate, clip, update."""
         micro_batches = batch.micro_batches
         if not micro_batches:
-            raise Refused(f"step {batch.step}: a rank without micro-batches would hang the others")
+            raise Refused(
+                f"step {batch.step}: this rank has no micro-batch, and the other ranks would "
+                "wait for it"
+            )
         losses = []
         for number, micro in enumerate(micro_batches):
             with self.accumulating(is_last=number == len(micro_batches) - 1):
@@ -168,7 +171,9 @@ class Adapter(Saves):
         for piece in pieces:
             place = (piece.name, piece.slices, piece.flat_range)
             if place not in held:
-                raise Refused(f"this rank holds no {kind} {piece.name!r} at {place[1] or place[2]}")
+                raise Refused(
+                    f"this rank holds no tensor {piece.name!r} ({kind}) at {place[1] or place[2]}"
+                )
             held[place].copy_(piece.tensor)
 
     def make_slots(self, pieces: Iterable[Piece]) -> None:

@@ -39,7 +39,9 @@ class TorchCollectives(Collectives):
     @classmethod
     def capabilities(cls, options: Options) -> Capabilities:
         if options:
-            raise Refused(f"option {next(iter(options))!r}: there are no options")
+            raise Refused(
+                f"unknown option {next(iter(options))!r}; torch's collectives have no options"
+            )
         return Capabilities()
 
     @classmethod

@@ -82,17 +82,19 @@ class Options(Saved):
             at_least("bucket_cap_mb", self.bucket_cap_mb, 2**-20)
             if self.compile != "none" and self.bucket_cap_mb < 1:
                 raise Refused(
-                    f"option 'bucket_cap_mb' = {self.bucket_cap_mb} with 'compile': torch.compile "
-                    "splits DDP's graph by buckets, none of which may be smaller than the first "
-                    "one's 1 MiB; valid: 1 and more"
+                    f"option 'bucket_cap_mb' = {self.bucket_cap_mb} with 'compile': "
+                    "torch.compile splits DDP's graph by buckets, and no bucket may be smaller "
+                    "than the first bucket's 1 MiB; set bucket_cap_mb to 1 or more"
                 )
 
     def declines(self) -> dict[str, str]:
         """Traits that DDP documents as unsupported under these options, with the reason."""
         if self.static_graph:
-            return dict.fromkeys(VARYING, "static_graph=True promises that use never changes")
+            return dict.fromkeys(
+                VARYING, "static_graph=True promises that every step uses the same parameters"
+            )
         if not self.find_unused_parameters:
-            reason = "needs find_unused_parameters=True"
+            reason = "DDP needs find_unused_parameters=True for this"
             return dict.fromkeys(("unused", *VARYING), reason)
         return {}
 
@@ -196,11 +198,14 @@ class PyTorchDDP(Saves):
     def refuse(self, step: int, micro_batches: int) -> None:
         """Refuse options that DDP answers with a hang or an internal assertion."""
         if not micro_batches:
-            raise Refused(f"step {step}: a rank without micro-batches would hang the others in DDP")
+            raise Refused(
+                f"step {step}: this rank has no micro-batch, and the other ranks of DDP would "
+                "wait for it"
+            )
         if self.options.static_graph and step == 0 and micro_batches > 1:
             raise Refused(
                 "option 'static_graph' = True: DDP must see a synchronised backward before "
-                f"no_sync(), so the first step may have 1 micro-batch, not {micro_batches}"
+                f"no_sync(), so the first step may have only 1 micro-batch, not {micro_batches}"
             )
 
     def local_state(self, kind: Kind) -> list[Piece]:

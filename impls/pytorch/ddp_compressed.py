@@ -46,10 +46,10 @@ Method = Literal["fp16_hook", "bf16_hook", "powersgd_hook", "batched_hook"]
 CASTS = {"fp16_hook": torch.float16, "bf16_hook": torch.bfloat16}
 #: Traits that PowerSGD's hook cannot make a matrix of.
 NO_MATRIX = {
-    "scalar": "IndexError: the hook takes a parameter's first dimension for the rows of a matrix",
-    "empty": "RuntimeError: the hook cannot tell the columns of a matrix without rows",
-    "non_contiguous": "the hook is given a transposed parameter's gradient in the order of memory, "
-    "so its matrix is another one (docs/findings.md, 58)",
+    "scalar": "IndexError: the hook uses a parameter's first dimension as the rows of a matrix",
+    "empty": "RuntimeError: the hook cannot infer the columns of a matrix that has no rows",
+    "non_contiguous": "the hook gets the gradient of a transposed parameter in memory order, so "
+    "it compresses a different matrix (docs/findings.md, 58)",
 }
 Tensors = dict[str, Tensor]
 
@@ -78,9 +78,10 @@ class Options(DDPOptions):
         super().__post_init__()
         if self.find_unused_parameters and self.compress.method not in CASTS:
             raise Refused(
-                f"option 'find_unused_parameters' = True with {self.compress.method}: the call by "
-                "which ranks agree on what was used meets the hook's own (docs/findings.md, 19), "
-                "and DDP then lays no buckets out by arrival, as is emulated; leave it out"
+                f"option 'find_unused_parameters' = True with {self.compress.method}: the "
+                "collective by which ranks agree on the used parameters mixes with the hook's "
+                "own (docs/findings.md, 19), and DDP then does not order its buckets by "
+                "arrival, as the emulator does; set find_unused_parameters to false"
             )
 
 
@@ -117,8 +118,9 @@ class DDPCompressed(PyTorchDDP):
         spec: OptimizerSpec = args[2]
         if spec.scaler is not None:
             raise Refused(
-                "option 'compress' with a loss scaler: what is kept of one step would have another "
-                "scale than the gradients of the next; leave one of the two out"
+                "option 'compress' with a loss scaler: the compression error kept from one step "
+                "would have another loss scale than the gradients of the next step; leave out "
+                "'compress' or the scaler"
             )
         super().setup(*args)
 

@@ -36,11 +36,12 @@ from shardproof.impls.reference.engine.precision import Precision
 #: How torch calls a hook, and what it gives.
 TAKEN = ("state", "bucket")
 GIVEN = (
-    "a torch.futures.Future of the reduced bucket (of a call with async_op=True: .get_future() "
+    "a torch.futures.Future of the reduced bucket (for a call with async_op=True: .get_future() "
     "and .then(lambda done: done.value()[0]))"
 )
 ANNOTATIONS = (
-    " (it compares classes, and finds text: leave `from __future__ import annotations` out)"
+    " (torch compares annotations with classes, but finds texts: remove `from __future__ import "
+    "annotations` from the hook's file)"
 )
 
 
@@ -59,14 +60,17 @@ class Options(DDPOptions):
         super().__post_init__()
         others = (self.precision.parameters, self.precision.output, self.precision.buffers)
         if any(dtype is not None for dtype in others):
-            raise Refused("option 'precision': a hook has a say in 'reduce' only")
+            raise Refused(
+                "option 'precision': with a hook only 'precision.reduce' may be set; leave the "
+                "other keys out"
+            )
 
     def callables(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         """The hook and the function that makes its state; refused if they take other arguments."""
         hook = own_function_of("hook", self.hook, *TAKEN, gives=GIVEN)
         if self.state is None:
             return hook, None
-        gives = "the first argument of the hook, once a rank"
+        gives = "the first argument of the hook, once per rank"
         return hook, own_function_of("state", self.state, "group", gives=gives)
 
 
@@ -96,7 +100,7 @@ class DDPWithHook(PyTorchDDP):
             ddp.register_comm_hook(state, checked)
         except (TypeError, ValueError) as error:  # of its annotations, or of this machine
             raise Refused(
-                f"option 'hook' = {self.options.hook!r}: torch says: {error}"
+                f"option 'hook' = {self.options.hook!r}: torch rejects the hook: {error}"
                 + (ANNOTATIONS if "annotation" in str(error) else "")
             ) from error
         return ddp
@@ -114,8 +118,8 @@ class DDPWithHook(PyTorchDDP):
                     return given
                 what = f"a Future of {_kind(value)}"
             raise Refused(
-                f"option 'hook' = {self.options.hook!r}{written_at(hook)}: it returned {what}; a "
-                f"hook is called with ({', '.join(TAKEN)}) and returns {GIVEN}"
+                f"option 'hook' = {self.options.hook!r}{written_at(hook)}: the hook returned "
+                f"{what}; a hook is called with ({', '.join(TAKEN)}) and must return {GIVEN}"
             )
 
         return checked

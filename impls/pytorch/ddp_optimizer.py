@@ -69,9 +69,9 @@ class Options(DDPOptions):
         found = own_function_of("optimizer", self.optimizer, "groups", "settings", gives=gives)
         if isinstance(found, type) and found.__module__.startswith("torch."):
             raise Refused(
-                f"option 'optimizer' = {self.optimizer!r}: torch's own class takes other arguments;"
-                " name a function of (groups, settings) that makes one, such as "
-                f"{found.__name__}(groups, **settings.arguments)"
+                f"option 'optimizer' = {self.optimizer!r}: torch's own class takes other "
+                "arguments than (groups, settings); name a function of (groups, settings) that "
+                f"makes an optimizer, such as {found.__name__}(groups, **settings.arguments)"
             )
         return found
 
@@ -100,9 +100,11 @@ class DDPWithOptimizer(PyTorchDDP):
         made: torch.optim.Optimizer = make(plain, self.spec)
         lacking = [name for name in ASKED if not hasattr(made, name)]
         if lacking:
-            raise self._refused(f"gives a {type(made).__name__} without {', '.join(lacking)}")
+            raise self._refused(
+                f"the result is a {type(made).__name__} without {', '.join(lacking)}"
+            )
         if any("lr_scale" not in group for group in made.param_groups):
-            raise self._refused("drops keys of the parameter groups that it is given")
+            raise self._refused("the optimizer drops keys of the parameter groups that it is given")
         #: Slot -> the ranks that hold it.
         self.holders: dict[str, list[int]] = {}
         return made
@@ -129,9 +131,10 @@ class DDPWithOptimizer(PyTorchDDP):
             wanted = {"momentum_buffer"} if self.spec.momentum else set()
         if slots != wanted and not (slots <= wanted and self.scaler.is_enabled()):
             raise self._refused(
-                f"keeps by parameter {', '.join(sorted(slots)) or 'nothing'}, and its state is "
-                f"compared with torch's {', '.join(sorted(wanted)) or '(none)'}: name it so, or "
-                "judge SGD without momentum, which has none"
+                f"the optimizer keeps {', '.join(sorted(slots)) or 'nothing'} for each "
+                "parameter, but this is compared with torch's state: "
+                f"{', '.join(sorted(wanted)) or '(none)'}; use torch's names, or test SGD "
+                "without momentum, which keeps no state"
             )
 
     def local_state(self, kind: Kind) -> list[Piece]:

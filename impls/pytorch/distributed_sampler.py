@@ -53,15 +53,18 @@ class TorchSampler(Sampling):
         chosen = parse_options(Options, options)
         maker = chosen.maker()
         declines = {
-            "uneven": "it pads, or drops the last ones",
-            "read_ahead": "its state tells what was taken from it, not what was trained on",
+            "uneven": "the sampler pads, or drops the last samples",
+            "read_ahead": "the sampler's state counts the samples that were taken, not those "
+            "that were trained on",
         }
         if chosen.resume == "never" or (
             isinstance(maker, type) and not all(hasattr(maker, name) for name in STATE)
         ):
-            declines["resume"] = f"no {' and '.join(STATE)}: an epoch starts again"
+            declines["resume"] = (
+                f"the sampler has no {' and '.join(STATE)}, so a resumed epoch starts again"
+            )
         elif chosen.resume == "same_world":
-            declines["other_world"] = "it counts the samples of one rank"
+            declines["other_world"] = "the sampler's state counts the samples of one rank"
         return Capabilities(axes=names(), needs=("cpu",), declines=declines)
 
     def start(self, spec: SamplerSpec, options: Given) -> None:
@@ -92,7 +95,7 @@ class TorchSampler(Sampling):
         for name in names:
             if not hasattr(self.sampler, name):
                 what = f"{type(self.sampler).__name__} has no {name}"
-                remedy = "; write resume: never" if name in STATE else ""
+                remedy = "; set resume: never" if name in STATE else ""
                 raise Refused(f"option 'sampler' = {self.chosen.sampler!r}: {what}{remedy}")
 
 

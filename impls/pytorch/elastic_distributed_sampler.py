@@ -28,11 +28,11 @@ class TorchElasticSampler(Sampling):
     @classmethod
     def capabilities(cls, options: Options) -> Capabilities:
         if options:
-            raise Refused(f"option {next(iter(options))!r}: there are no options")
+            raise Refused(f"unknown option {next(iter(options))!r}; this sampler has no options")
         declines = {
-            **dict.fromkeys(("drop", "uneven"), "it always pads"),
-            "in_order": "it always shuffles",
-            "seed": "an order depends on the epoch alone",
+            **dict.fromkeys(("drop", "uneven"), "the sampler always pads"),
+            "in_order": "the sampler always shuffles",
+            "seed": "the order depends only on the epoch",
         }
         return Capabilities(needs=("cpu",), declines=declines)
 

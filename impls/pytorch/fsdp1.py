@@ -86,36 +86,44 @@ class Options(Training, Saved):
         for name in ("prefetch_forward", "prefetch_backward"):
             at_least(name, getattr(self, name), 0)
             if getattr(self, name) > 1:
-                raise Refused(f"option {name!r} = {getattr(self, name)}: FSDP1 knows 0 and 1 only")
+                raise Refused(
+                    f"option {name!r} = {getattr(self, name)}: FSDP1 supports only 0 and 1"
+                )
         if self.offload == "optimizer":
-            raise Refused("option 'offload' = 'optimizer': FSDP1 offloads parameters or none")
+            raise Refused(
+                "option 'offload' = 'optimizer': FSDP1 can offload only parameters; set offload "
+                "to 'none' or 'parameters'"
+            )
         if self.offload == "parameters" and self.sharding_strategy == "NO_SHARD":
             raise Refused(
-                "option 'offload' = 'parameters' contradicts sharding_strategy NO_SHARD: "
-                "nothing is freed; valid here: none"
+                "option 'offload' = 'parameters' contradicts sharding_strategy NO_SHARD, which "
+                "frees no parameters; set offload to 'none'"
             )
         if self.precision.output is not None:
-            raise Refused("option 'precision.output': FSDP1 does not cast outputs")
+            raise Refused(
+                "option 'precision.output': FSDP1 does not cast outputs; leave the key out"
+            )
         narrow, wide = self.precision.parameters, self.precision.reduce
         if self.accumulate_without_communication and narrow and wide and wide != narrow:
             raise Refused(
-                f"option 'accumulate_without_communication' contradicts "
-                f"'precision.reduce' = {wide}: "
-                f"under no_sync FSDP1 adds micro-batches up in {narrow}; valid: false, or null and "
-                "the dtype of 'precision.parameters' for 'precision.reduce'"
+                "option 'accumulate_without_communication' contradicts 'precision.reduce' = "
+                f"{wide}: under no_sync FSDP1 adds micro-batches up in {narrow}; set "
+                "accumulate_without_communication to false, or precision.reduce to null or "
+                f"{narrow}"
             )
 
     def declines(self) -> dict[str, str]:
         """Traits that torch does not support."""
         reasons = {
             "scalar": "ValueError: FSDP doesn't support scalar parameters",
-            "non_contiguous": "FSDP1 shards a transposed parameter by its place in memory: what a "
-            "rank holds is no range of its elements",
-            "unequal_micro_batches": "every forward gathers: ranks must run the same number",
-            "empty": "what has no elements and lies at the edge of a shard is in none: it has no "
-            "gradient and no optimizer state",
+            "non_contiguous": "FSDP1 shards a transposed parameter in memory order, so a shard "
+            "is not a range of its elements",
+            "unequal_micro_batches": "every forward gathers parameters, so all ranks must run "
+            "the same number of micro-batches",
+            "empty": "a parameter without elements at the edge of a shard belongs to no shard, "
+            "so it has no gradient and no optimizer state",
         }
-        zeros = "the flat gradient holds zeros for parameters that nothing used, not none"
+        zeros = "the flat gradient holds zeros, not None, for unused parameters"
         never = ("unused", "conditional_late_step", "conditional_early_step")
         reasons |= dict.fromkeys(never, zeros)
         return reasons | self.wrap.declines
@@ -181,14 +189,14 @@ class PyTorchFSDP1(Adapter):
         copies = mesh.axes.get("replicate", 1)
         if self.options.sharding_strategy == "HYBRID_SHARD" and mesh.axes["shard"] == 1 < copies:
             raise Refused(
-                f"option 'sharding_strategy' = 'HYBRID_SHARD' on a mesh with shard: 1: FSDP1 "
+                "option 'sharding_strategy' = 'HYBRID_SHARD' on a mesh with shard: 1: FSDP1 "
                 f"switches to NO_SHARD within that one rank and never reduces over the {copies} "
-                f"replicas; valid here: NO_SHARD on mesh {{replicate: {copies}}}"
+                f"replicas; use NO_SHARD on mesh {{replicate: {copies}}}"
             )
         if self.options.offload == "parameters" and mesh.device == "cpu":
             raise Refused(
-                "option 'offload' = 'parameters': FSDP1 raises 'Cannot access accelerator device "
-                "when none is available'"
+                "option 'offload' = 'parameters': on CPUs FSDP1 raises 'Cannot access "
+                "accelerator device when none is available'; set offload to 'none'"
             )
 
     def shard(self, module: nn.Module) -> nn.Module:
@@ -216,8 +224,9 @@ class PyTorchFSDP1(Adapter):
         for name, part in module.named_modules():
             if isinstance(part, _BatchNorm):
                 raise Refused(
-                    f"option 'precision': FSDP1 leaves {name!r} ({type(part).__name__}) out of the "
-                    "policy, as a unit of its own; leave 'precision' out or use another norm"
+                    f"option 'precision': FSDP1 makes {name!r} ({type(part).__name__}) a unit "
+                    "of its own and does not apply the policy to it; leave 'precision' out or "
+                    "use another norm"
                 )
 
     def scaled_over(self) -> ProcessGroup | None:
@@ -338,7 +347,7 @@ class PyTorchFSDP1(Adapter):
         if kind == "buffers":
             return {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
         if kind != "parameters":
-            raise Refused(f"gathers parameters and buffers only, not {kind}")
+            raise Refused(f"FSDP1 gathers parameters and buffers only, not {kind}")
         config = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -86,9 +86,14 @@ class Options(Training, Saved):
         at_least("prefetch_backward", self.prefetch_backward, 1)
         single_unit(self.recompute_every)
         if self.offload == "optimizer":
-            raise Refused("option 'offload' = 'optimizer': fully_shard offloads parameters or none")
+            raise Refused(
+                "option 'offload' = 'optimizer': fully_shard can offload only parameters; set "
+                "offload to 'none' or 'parameters'"
+            )
         if self.precision.buffers is not None:
-            raise Refused("option 'precision.buffers': fully_shard does not cast buffers")
+            raise Refused(
+                "option 'precision.buffers': fully_shard does not cast buffers; leave the key out"
+            )
 
     @property
     def lacks(self) -> str:
@@ -104,13 +109,17 @@ class Options(Training, Saved):
             "non_contiguous": "NotImplementedError: FSDP does not support non-contiguous "
             "parameters yet",
             "empty": "RuntimeError: _chunk_cat expects non-empty tensor",
-            "unequal_micro_batches": "every forward gathers: ranks must run the same number",
+            "unequal_micro_batches": "every forward gathers parameters, so all ranks must run "
+            "the same number of micro-batches",
         }
         if self.reduce_scatter_unused_params:
             given = "reduce_scatter_unused_params=True gives unused parameters a gradient of zero"
             reasons |= dict.fromkeys(("unused", *BY_STEP), given)
         else:
-            wanted = "needs reduce_scatter_unused_params=True: ranks reduce what they used"
+            wanted = (
+                "each rank reduces only the parameters that it used, unless "
+                "reduce_scatter_unused_params=True"
+            )
             reasons |= dict.fromkeys(VARYING, wanted)
         return reasons | self.wrap.declines
 
@@ -147,7 +156,9 @@ class PyTorchFSDP2(Adapter):
 
     def shard(self, module: nn.Module) -> nn.Module:
         """Checkpoint, then shard: unit by unit, the rest in the root."""
-        self.options.precision.check_norms(module, "fully_shard does not cast buffers")
+        self.options.precision.check_norms(
+            module, "leave precision.parameters out, because fully_shard does not cast buffers"
+        )
         units = whole_units(module, self.options.wrap, self.build.units)
         if self.options.recompute_every:
             checkpoint_units(module, self.build.units)
@@ -254,7 +265,7 @@ class PyTorchFSDP2(Adapter):
         if kind == "buffers":
             return {piece.name: piece.tensor.clone() for piece in self.buffers()}
         if kind != "parameters":
-            raise Refused(f"gathers parameters and buffers only, not {kind}")
+            raise Refused(f"fully_shard gathers parameters and buffers only, not {kind}")
         full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in self.named.items()}
         return {name: tensor.detach().clone() for name, tensor in full.items()}
 

@@ -97,10 +97,10 @@ class Options(pipelining.Options):
         super().__post_init__()
         if self.reshard_after_forward and self.name in SPLIT:
             raise Refused(
-                f"option 'reshard_after_forward' = true: {self.name} splits backwards, for which "
-                "torch looks for gradients of the parameters that a module has at that time "
-                "(pipelining/_backward.py, stage_backward_input); those are shards then, and their "
-                "gradients would be lost"
+                f"option 'reshard_after_forward' = true: {self.name} splits backwards, and "
+                "torch then collects the gradients of the parameters that a module holds at "
+                "that time (pipelining/_backward.py, stage_backward_input); these are shards, "
+                "so their gradients would be lost; set reshard_after_forward to false"
             )
 
 
@@ -123,13 +123,18 @@ class Hybrid(Pipelining):
             features=USUAL | set(own),
             declines={
                 **chosen.declines(),
-                **dict.fromkeys(VARYING, "fully_shard reduces what ranks used: all must the same"),
+                **dict.fromkeys(
+                    VARYING,
+                    "each rank reduces only the parameters that it used, so all ranks must use "
+                    "the same",
+                ),
                 "tied_over_units": TORN,
                 "scalar": "ValueError: fully_shard doesn't support scalar parameters",
                 "non_contiguous": "NotImplementedError: FSDP does not support non-contiguous "
                 "parameters yet",
                 "empty": "RuntimeError: _chunk_cat expects non-empty tensor",
-                "unequal_micro_batches": "windows end in collectives: ranks must run as many",
+                "unequal_micro_batches": "every window ends in collectives, so all ranks must "
+                "run the same number of windows",
             },
             **offered(chosen.checkpoint, SHARDED, TORN_STATE, NO_DTENSOR),
         )
@@ -146,7 +151,10 @@ class Hybrid(Pipelining):
     ) -> None:
         """Set up as a pipeline, even with one rank."""
         if "pipe" not in mesh.axes:
-            raise Refused(f"stages need the axis 'pipe' (of one rank, say), not {list(mesh.axes)}")
+            raise Refused(
+                "the stages need a mesh with the axis 'pipe' (its size may be 1), not "
+                f"{list(mesh.axes)}"
+            )
         super().setup(build, state, optimizer, mesh, options)
 
     def begin(self, whole: nn.Module, state: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
@@ -154,11 +162,14 @@ class Hybrid(Pipelining):
         self.data = summing(mesh.axes)
         if self.data == ("replicate",):
             raise Refused(
-                "fully_shard replicates only together with shards: add the axis 'shard' "
-                "(of one rank, say)"
+                "this mesh has the axis 'replicate' without 'shard', but fully_shard replicates "
+                "only shards: add the axis 'shard' (its size may be 1)"
             )
         if self.spec.scaler is not None:
-            raise Refused("a loss scale: torch's scaler agrees over one mesh, stages have several")
+            raise Refused(
+                "optimizer.scaler: torch's scaler looks for overflows over one mesh, but stages "
+                "have several meshes; leave the scaler out"
+            )
         self.splits = "tensor" in mesh.axes
         self.positions = whole.get_parameter("embed.position.weight").shape[0]
         self.classes = whole.get_parameter("head.weight").shape[0]

@@ -51,7 +51,7 @@ class Chunked:
 
     def __post_init__(self) -> None:
         if self.chunks < 1:
-            raise Refused(f"option 'schedule.chunks' = {self.chunks}: at least 1")
+            raise Refused(f"option 'schedule.chunks' must be at least 1, not {self.chunks}")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class Options(Saved):
             return partial(_from_file, self._file())
         kind = own_thing("schedule", self.name)
         if not (isinstance(kind, type) and issubclass(kind, ONE | SEVERAL)):
-            raise self.refused(f"{kind!r:.60} is no schedule class of torch.distributed.pipelining")
+            raise self.refused(
+                f"{kind!r:.60} is not a schedule class of torch.distributed.pipelining"
+            )
         return kind
 
     @property

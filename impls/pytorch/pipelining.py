@@ -117,10 +117,10 @@ FORWARD = ("F", "SF", "RF")
 #: torch's word for making a stage under ``fully_shard`` whole.
 GATHER = "UNSHARD"
 
-TORN = "its gradients would have to be exchanged between two ranks, which torch does not do"
-TORN_STATE = "torch gathers no full state dict of the stages of several ranks"
-ONE_SHAPE = "schedules cut a window into parts of one shape"
-INFERENCE = "torch's inference of shapes runs a forward in training mode; give shapes: given"
+TORN = "torch does not exchange the gradients of a tied parameter between two ranks"
+TORN_STATE = "torch cannot gather one full state dict from stages on several ranks"
+ONE_SHAPE = "torch's schedules cut a window into parts of equal shape"
+INFERENCE = "torch infers shapes with a forward in training mode; set shapes: given"
 
 
 Name = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zb_v", "dualpipe_v"]
@@ -148,14 +148,15 @@ class Options(Saved):
     def __post_init__(self) -> None:
         if self.name not in CLASSES:
             raise Refused(
-                f"option 'schedule' = {self.name!r}: torch {torch.__version__} does not have it, "
-                f"only {', '.join(CLASSES)}"
+                f"option 'schedule' = {self.name!r}: torch {torch.__version__} does not have "
+                f"this schedule; valid: {', '.join(CLASSES)}"
             )
         wanted = {**dict.fromkeys(SINGLE, 1), **dict.fromkeys(V_SHAPED, 2)}.get(self.name)
         if self.chunks < 1 or self.chunks != (wanted or self.chunks):
             valid = "at least 1" if wanted is None else str(wanted)
             raise Refused(
-                f"option 'schedule.chunks' = {self.chunks}: {self.name} takes {valid} a rank"
+                f"option 'schedule.chunks' = {self.chunks}: with {self.name} the number of "
+                f"stages per rank must be {valid}"
             )
 
     @property
@@ -312,7 +313,9 @@ class Pipelining(Saves):
         try:
             return self.options.kind(given, len(window), loss_fn=self.loss, scale_grads=False)
         except (AssertionError, TypeError, ValueError) as error:
-            raise Refused(f"option 'schedule' = {self.options.name!r}: {error}") from error
+            raise Refused(
+                f"option 'schedule' = {self.options.name!r}: torch rejects the schedule: {error}"
+            ) from error
 
     def make_stage(self, number: int, shapes: Mapping[int, tuple[Tensor, Tensor]]) -> Stage:
         """Stage ``number``; ``shapes`` has its inputs and outputs (empty: infer them)."""
@@ -465,7 +468,7 @@ class Pipelining(Saves):
             make_slots(self.optimizer, left)
             left = copy_pieces(self.local_state(kind), left)
         if left:
-            raise Refused(f"the stages of this rank hold no {kind} {left[0].name!r}")
+            raise Refused(f"the stages of this rank hold no tensor {left[0].name!r} ({kind})")
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of all stages' tensors on every rank, sent as objects."""
@@ -492,8 +495,8 @@ def plan(options: Options, ranks: int, micro_batches: int) -> Schedule:
     name = options.name
     if name == "1f1b" and micro_batches < ranks:
         raise Refused(
-            f"option 'schedule' = '1f1b': torch wants at least as many micro-batches as stages, "
-            f"not {micro_batches} for {ranks}"
+            "option 'schedule' = '1f1b': torch needs at least as many micro-batches as stages, "
+            f"but there are {micro_batches} micro-batches and {ranks} stages"
         )
     if name in SINGLE:
         return (gpipe if name == "gpipe" else one_f_one_b)(ranks, micro_batches)
@@ -512,7 +515,9 @@ def outline(options: Any, ranks: int, micro_batches: int) -> Any:
     try:
         return options.kind(stages, micro_batches, scale_grads=False)
     except (AssertionError, TypeError, ValueError) as error:
-        raise Refused(f"option 'schedule' = {options.name!r}: {error}") from error
+        raise Refused(
+            f"option 'schedule' = {options.name!r}: torch rejects the schedule: {error}"
+        ) from error
 
 
 def told_orders(made: Any, ranks: int) -> tuple[tuple[Action, ...], ...]:
@@ -567,7 +572,7 @@ def refuse_torn(parts: Sequence[nn.Module], place: Sequence[int]) -> None:
     for part, rank in zip(parts, place, strict=True):
         for name, parameter in part.named_parameters():
             if owner.setdefault(id(parameter), rank) != rank:
-                raise Refused(f"{name!r} is tied over stages of two ranks: {TORN}")
+                raise Refused(f"{name!r} is tied between stages on two ranks: {TORN}")
 
 
 def refuse_unequal(batch: Batch) -> None:
@@ -578,9 +583,9 @@ def refuse_unequal(batch: Batch) -> None:
         shapes = sorted({tuple(micro.inputs.shape) for micro in window})
         if len(shapes) > 1:
             raise Refused(
-                f"step {batch.step}: micro-batches of shapes {', '.join(map(str, shapes))} in one "
-                "window; torch cuts its inputs into equal parts: choose a global_batch that "
-                "the number of micro-batches divides"
+                f"step {batch.step}: the micro-batches of one window have different shapes "
+                f"({', '.join(map(str, shapes))}), but torch cuts its inputs into equal parts; "
+                "choose a global_batch that is a multiple of the number of micro-batches"
             )
 
 

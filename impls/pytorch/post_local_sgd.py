@@ -39,9 +39,9 @@ from shardproof.impls.reference.engine.choices import declared
 from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups, slot_pieces
 from shardproof.impls.reference.engine.options import at_least, parse_options
 
-_UNUSED = "the averager takes only what has a gradient on this rank"
-_WITHOUT_DATA = "a rank without gradients has nothing to average, and the others wait"
-_SKIPS = "GradScaler leaves the mean out with the update (pytorch/pytorch#76282)"
+_UNUSED = "the averager uses only parameters that have a gradient on this rank"
+_WITHOUT_DATA = "a rank without gradients averages nothing, and the other ranks wait for it"
+_SKIPS = "GradScaler skips the averaging when it skips the update (pytorch/pytorch#76282)"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class PyTorchPostLocalSGD(Adapter):
     def make_optimizer(self) -> torch.optim.Optimizer:
         """torch's own optimizer inside PostLocalSGDOptimizer, over the group of the axis."""
         if self.spec.scaler is not None:
-            raise Refused(f"a loss scaler: {_SKIPS}; leave it out")
+            raise Refused(f"optimizer.scaler: {_SKIPS}; leave the scaler out")
         averager = self.averager_type(self.options.every, process_group=self.comm.group)
         self.local = build_optimizer(self.spec, param_groups(self.spec, self.updated()))
         return self.optimizer_type(self.local, averager)

@@ -70,7 +70,7 @@ from shardproof.impls.reference.engine.optimizer import slot_pieces
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors
 
-UNEQUAL = "SequenceParallel takes every rank's positions for equally many"
+UNEQUAL = "SequenceParallel assumes that all ranks have the same number of positions"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ class PyTorchTensorParallel(Adapter):
         """The options; the mesh has ranks along one axis."""
         self.options = parse_options(self.options_type, options)
         if "tensor" not in mesh.axes:
-            raise Refused(f"parallelize_module needs the axis 'tensor'; this mesh has {mesh.axes}")
+            raise Refused(
+                f"parallelize_module needs the axis 'tensor'; this mesh has {list(mesh.axes)}"
+            )
 
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast along the one axis: ``SequenceParallel`` expects equal norms on all ranks."""
@@ -130,9 +132,9 @@ class PyTorchTensorParallel(Adapter):
         lacking = {"embed.token", "embed.position", "head"} - set(styles)
         if lacking:
             raise Refused(
-                f"tensor parallelism splits 'embed.token', 'head' and the layers between; this "
-                f"{type(module).__name__} has no {', '.join(sorted(lacking))}, so that "
-                "nothing can be split over the axis 'tensor'"
+                "tensor parallelism splits 'embed.token', 'head' and the layers between, but "
+                f"this {type(module).__name__} has no {', '.join(sorted(lacking))}, so nothing "
+                "can be split over the axis 'tensor'"
             )
         return styles
 
@@ -202,7 +204,7 @@ class PyTorchTensorParallel(Adapter):
         if kind == "buffers":
             return {piece.name: piece.tensor.clone() for piece in self.buffers()}
         if kind != "parameters":
-            raise Refused(f"gathers parameters and buffers only, not {kind}")
+            raise Refused(f"DTensor gathers parameters and buffers only, not {kind}")
         full = {}
         for name, tensor in self.named.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
@@ -220,9 +222,9 @@ def check_length(inputs: Tensor, positions: int, ranks: int) -> None:
     length = min(inputs.shape[-1], positions)
     if length % ranks:
         raise Refused(
-            f"option 'sequence_parallel' = true: {length} positions do not divide by the {ranks} "
-            "ranks of the axis 'tensor', and SequenceParallel takes every rank's input for equally "
-            "long"
+            f"option 'sequence_parallel' = true: {length} positions cannot be cut into equal "
+            f"parts for the {ranks} ranks of the axis 'tensor', but SequenceParallel assumes "
+            "inputs of equal length on all ranks; set sequence_parallel to false"
         )
 
 
@@ -230,14 +232,14 @@ def check_loss(build: Build) -> None:
     """:class:`Refused` for a loss that torch cannot compute from split logits."""
     if build.cross_entropy is None:
         raise Refused(
-            "option 'loss_parallel' = true: 'Currently only the cross-entropy loss is supported', "
-            "and this workload's loss is another"
+            "option 'loss_parallel' = true: torch says 'Currently only the cross-entropy loss "
+            "is supported', but this workload has another loss; set loss_parallel to false"
         )
     smoothing = build.cross_entropy.label_smoothing
     if smoothing:
         raise Refused(
             f"option 'loss_parallel' = true with label_smoothing = {smoothing}: torch says "
-            "'label_smoothing: Currently not supported'"
+            "'label_smoothing: Currently not supported'; set loss_parallel to false"
         )
 
 
@@ -246,9 +248,9 @@ def check_scaler(spec: OptimizerSpec, updated: Mapping[str, Tensor]) -> None:
     plain = [name for name, tensor in updated.items() if not isinstance(tensor, DTensor)]
     if spec.scaler is not None and plain:
         raise Refused(
-            f"loss scaling with {plain[0]!r}, which no style splits: GradScaler's "
+            f"optimizer.scaler: no style splits {plain[0]!r}, and GradScaler's "
             "aten._amp_foreach_non_finite_check_and_unscale_ refuses 'mixed torch.Tensor and "
-            "DTensor'"
+            "DTensor'; leave the scaler out"
         )
 
 

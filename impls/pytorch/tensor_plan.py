@@ -48,7 +48,7 @@ class Options(Saved):
         """The object at the path; :class:`Refused` for anything that is not a plan."""
         found = own_thing("tensor_plan", self.tensor_plan)
         if callable(found):
-            gives = "a plan: names of modules with their styles"
+            gives = "a plan that maps names of modules to their styles"
             return own_function_of("tensor_plan", self.tensor_plan, "model", gives=gives)
         self.check(found)
         return found
@@ -58,7 +58,9 @@ class Options(Saved):
         styles = plan.values() if isinstance(plan, Mapping) else [plan]
         wrong = [style for style in styles if not isinstance(style, ParallelStyle)]
         if wrong or not styles:
-            what = f"{wrong[0]!r:.60} is no ParallelStyle" if wrong else "it names no module"
+            what = (
+                f"{wrong[0]!r:.60} is not a ParallelStyle" if wrong else "the plan names no module"
+            )
             raise Refused(f"option 'tensor_plan' = {self.tensor_plan!r}: {what}")
 
 

@@ -192,8 +192,9 @@ def check_sizes(module: nn.Module, styles: Mapping[str, ParallelStyle], ranks: i
             count, what = kv_heads(attention), "heads of keys and values"
         if count % ranks:
             raise Refused(
-                f"{name!r} has {count} {what}, which do not divide by the {ranks} ranks of the "
-                "axis 'tensor': ColwiseParallel and RowwiseParallel want equal shards here"
+                f"{name!r} has {count} {what}, which cannot be cut into equal parts for the "
+                f"{ranks} ranks of the axis 'tensor', as ColwiseParallel and RowwiseParallel "
+                "need"
             )
 
 
@@ -250,7 +251,9 @@ def dtensor_pieces(
     Tensors of pieces are views.
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise ValueError(f"a partial sum is no part of {name!r}: {tensor.placements}")
+        raise ValueError(
+            f"{name!r} is a partial sum, which cannot be saved as pieces: {tensor.placements}"
+        )
     local = tensor.to_local().detach()
     return block_pieces(name, tuple(tensor.shape), local, held_spans(tensor), order, replica)
 

@@ -54,8 +54,8 @@ class Options(DDPOptions):
 
 #: Why there is one format.
 CONSOLIDATED = (
-    "get_state_dict reads no ZeroRedundancyOptimizer: 'Optimizer state has not been consolidated "
-    "on this rank'"
+    "get_state_dict cannot read a ZeroRedundancyOptimizer: 'Optimizer state has not been "
+    "consolidated on this rank'"
 )
 
 
@@ -93,8 +93,8 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
         declines = dict(of_ddp.declines)
         if chosen.parameters_as_bucket_view and not chosen.gradient_as_bucket_view:
             declines["non_contiguous"] = (
-                "parameters_as_bucket_view makes parameters contiguous after DDP has laid its "
-                "buckets out by their strides: gradients come out of them transposed"
+                "parameters_as_bucket_view makes parameters contiguous after DDP has laid out "
+                "its buckets by their strides, so gradients come out transposed"
             )
         features = of_ddp.features | {"sharded_optimizer"}
         saves = offered(chosen.checkpoint, ("full",), CONSOLIDATED)

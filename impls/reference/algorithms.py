@@ -113,19 +113,24 @@ def _check(call: Call, size: int) -> None:
         raise ValueError(f"{call.operation}: root {call.root} is not in a group of {size} ranks")
     dtypes = {str(t.dtype).removeprefix("torch.") for t in (*call.inputs, *call.outputs)}
     if len(dtypes) > 1:
-        raise ValueError(f"{call.operation}: {' and '.join(sorted(dtypes))} in one call")
+        raise ValueError(
+            f"{call.operation}: all tensors of a call must have one dtype, not "
+            f"{' and '.join(sorted(dtypes))}"
+        )
     if call.operation in ("all_reduce", "reduce_scatter"):
         dtype = call.outputs[0].dtype
         numbers = dtype.is_floating_point or dtype.is_complex
         unordered = dtype.is_complex and call.reduce in ("min", "max")
         if unordered or (numbers and call.reduce in _BITS):
-            raise ValueError(f"{call.operation}: {dtype} has no {call.reduce}")
+            raise ValueError(
+                f"{call.operation}: the reduction {call.reduce!r} is not defined for {dtype}"
+            )
     if call.inputs:
         whole, part = call.outputs[0].numel(), call.inputs[0].numel()
         if call.operation == "reduce_scatter":
             whole, part = part, whole
         if whole != part * size:
-            sizes = f"{whole} elements are not {size} parts of {part}"
+            sizes = f"expected {part * size} elements ({size} parts of {part}), not {whole}"
             raise ValueError(f"{call.operation}: {sizes}")
 
 

@@ -97,25 +97,29 @@ class Options:
         at_least("servers", self.servers, 1)
         if isinstance(self.order, str) and self.order not in ORDERS:
             raise Refused(
-                f"option 'order' = {self.order!r}; valid: {', '.join(ORDERS)}, or a list of workers"
+                f"option 'order' = {self.order!r} is not valid; valid: {', '.join(ORDERS)}, or "
+                "a list of workers"
             )
         if self.momentum == "by_worker" and not self.max_staleness:
             raise Refused(
-                "option 'momentum' = 'by_worker' with max_staleness = 0: an update is by the sum "
-                "of all workers; take momentum: shared, or max_staleness: 1"
+                "option 'momentum' = 'by_worker' with max_staleness = 0: each update uses the "
+                "sum of all workers, so workers have no updates of their own; set momentum to "
+                "shared, or max_staleness to 1"
             )
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
-                f"option 'order' = 'in_turn' with max_staleness = {self.max_staleness}: all wait "
-                "for all, so nothing is stale; take max_staleness: 0, or order: slow"
+                f"option 'order' = 'in_turn' with max_staleness = {self.max_staleness}: all "
+                "workers wait for one another, so no gradient is stale; set max_staleness to 0, "
+                "or order to slow"
             )
 
     def arrivals(self, workers: int) -> Iterator[int]:
         """The workers in order of arrival."""
         if self.dies and (workers < 2 or self.dies.worker >= workers):
             raise Refused(
-                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers; valid: 0 "
-                f"to {workers - 1}, where another one is left"
+                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers, and "
+                "another worker must remain; use at least 2 workers, and a number from 0 to "
+                f"{max(workers, 2) - 1}"
             )
         if isinstance(self.order, str):
             return ORDERS[self.order](workers, self.max_staleness)
@@ -130,8 +134,8 @@ def owned(parameters: Mapping[str, Tensor], servers: int) -> list[list[str]]:
     """
     if servers > len(parameters):
         raise Refused(
-            f"option 'servers' = {servers}: the model has {len(parameters)} trainable parameters, "
-            f"and each has one owner; valid: up to {len(parameters)}"
+            f"option 'servers' = {servers}: each server needs a trainable parameter of its own, "
+            f"and the model has {len(parameters)}; valid: up to {len(parameters)}"
         )
     shares: list[list[str]] = [[] for _ in range(servers)]
     sizes = [0] * servers
@@ -218,7 +222,7 @@ class ReferenceAsyncSGD(Implementation):
             features=frozenset({"initial_broadcast", "roles", "events"}),
             declines={
                 "clipping": "no global gradient exists",
-                "overflow_on_one_rank": "there is no common step to leave out",
+                "overflow_on_one_rank": "there is no common step that the workers could skip",
             },
         )
 
@@ -227,9 +231,9 @@ class ReferenceAsyncSGD(Implementation):
         """The role of a rank: the first ranks are servers."""
         servers = parse_options(Options, options).servers
         if servers >= world:
-            valid = f"valid: up to {world - 1}" if world > 1 else "take 2 ranks or more"
+            valid = "use 2 ranks or more" if world > 1 else "take 2 ranks or more"
             raise Refused(
-                f"option 'servers' = {servers}: of {world} ranks none is left to work; {valid}"
+                f"option 'servers' = {servers}: no rank of {world} remains as a worker; {valid}"
             )
         return "server" if rank < servers else "worker"
 
@@ -243,7 +247,10 @@ class ReferenceAsyncSGD(Implementation):
     ) -> None:
         """Start all ranks from rank 0's values; servers take the parameters that they own."""
         if optimizer.scaler is not None:
-            raise Refused("a loss scaler: there is no common step to leave out; leave it out")
+            raise Refused(
+                "optimizer.scaler: there is no common step that the workers could skip; leave "
+                "the scaler out"
+            )
         self.build, self.comm = build, mesh.comm("replicate")
         self.options = parse_options(Options, options)
         self.module = build(mesh.device)

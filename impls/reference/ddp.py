@@ -85,7 +85,10 @@ class Options(OfWholes, Compressing, Followed, Saved):
         at_least("first_bucket_bytes", self.first_bucket_bytes, 1)
         at_least("recompute_every", self.recompute_every, 0)
         if self.join:
-            raise Refused("option 'join' = True: ranks that run out of data are not supported")
+            raise Refused(
+                "option 'join' = True: ranks that run out of data are not supported; set join "
+                "to false"
+            )
 
 
 def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> DDP:
@@ -165,8 +168,8 @@ class DDP(Replicated):
         if bucket.work is not None:
             raise RuntimeError(
                 f"{self.names[index]!r} received a gradient after its bucket had been sent: a "
-                "micro-batch is one forward and one backward; checkpoint with use_reentrant=False "
-                "or option 'recompute_every'"
+                "micro-batch must be one forward and one backward; checkpoint activations with "
+                "use_reentrant=False or option 'recompute_every'"
             )
         if parameter.grad is not None:
             parameter.grad = bucket.views[index].copy_(parameter.grad)

@@ -59,12 +59,14 @@ class Options(Meets):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.outer_lr < float("inf"):
-            raise Refused(f"option 'outer_lr' = {self.outer_lr!r}: a rate lies above 0")
+            raise Refused(
+                f"option 'outer_lr' must be a finite number above 0, not {self.outer_lr!r}"
+            )
         at_least("outer_momentum", self.outer_momentum, 0)
         if self.outer_momentum >= 1:
             raise Refused(
-                f"option 'outer_momentum' = {self.outer_momentum!r}: momentum lies below 1, or "
-                "nothing that is past is ever forgotten"
+                f"option 'outer_momentum' must be below 1, not {self.outer_momentum!r}: with 1 "
+                "or more the effect of a past update never fades"
             )
 
 

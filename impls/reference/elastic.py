@@ -103,8 +103,8 @@ class Options(Compressing):
         at_least("bucket_bytes", self.bucket_bytes, 1)
         if self.compress is not None and self.compress.method == "onebit":
             raise Refused(
-                "option 'compress.method' = 'onebit': what its servers owe is cut by the number of "
-                "members, which changes; valid here: cast, topk, randomk, powersgd, sign"
+                "option 'compress.method' = 'onebit': its server residuals are cut by the "
+                "number of members, which changes; use cast, topk, randomk, powersgd or sign"
             )
 
 
@@ -203,7 +203,10 @@ class ReferenceElastic(Engine):
             buffers="per_rank",
             batch=chosen.batch,
             features=frozenset({"clipping", "accumulation", "initial_broadcast", "elastic"}),
-            declines={"overflow_on_one_rank": "a loss scale would be voted on after the commit"},
+            declines={
+                "overflow_on_one_rank": "ranks would vote on a loss scale only after the "
+                "step is committed"
+            },
         )
         return lossy(exact, chosen)
 
@@ -217,7 +220,10 @@ class ReferenceElastic(Engine):
     ) -> None:
         """Set up as usual; a later joiner sets up alone, and its state does not count."""
         if optimizer.scaler is not None:
-            raise Refused("a loss scaler: it would be voted on after the commit; leave it out")
+            raise Refused(
+                "optimizer.scaler: ranks would vote on a loss scale only after the step is "
+                "committed; leave the scaler out"
+            )
         self.chosen = parse_options(Options, options)
         self.asked = optimizer
         self.committed = Progress(0, 0, mesh.size("replicate"))

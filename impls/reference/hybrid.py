@@ -74,8 +74,8 @@ from shardproof.schedules import Schedule
 
 #: Why ``zero2`` asks for equal numbers of micro-batches where a rank has several stages.
 IN_TURN = (
-    "zero2 reduces every micro-batch of a rank's stages in the order of the schedule, which is "
-    "another one for another number of micro-batches"
+    "zero2 reduces the micro-batches of a rank's stages in the order of the schedule, which "
+    "depends on the number of micro-batches"
 )
 
 
@@ -128,8 +128,8 @@ class Options(PipelineOptions, Training):
         if not takers:
             return ""
         return (
-            f"unknown option {name!r} next to 'data': it is one of the strategy on the data axes "
-            f"({', '.join(takers)}); write data_options: {{{name}: ...}}"
+            f"unknown option {name!r} next to 'data': it belongs to the strategy on the data "
+            f"axes ({', '.join(takers)}); write data_options: {{{name}: ...}}"
         )
 
     @property
@@ -138,14 +138,16 @@ class Options(PipelineOptions, Training):
         kind = DATA[self.data].options
         if "checkpoint" in self.data_options:
             raise Refused(
-                "option 'data_options.checkpoint': all axes save together; give 'checkpoint' "
+                "option 'data_options.checkpoint': all axes save together; write 'checkpoint' "
                 "next to 'data_options'"
             )
         options = parse_options(kind, self.data_options, "data_options.")
         if not issubclass(kind, Training):
             for name, none in (("precision", Precision()), ("offload", "none")):
                 if getattr(self, name) != none:
-                    raise Refused(f"option {name!r}: 'data' = {self.data!r} has no such option")
+                    raise Refused(
+                        f"option {name!r}: 'data' = {self.data!r} has no such option; leave it out"
+                    )
             return options
         return replace(options, precision=self.precision, offload=self.offload)
 
@@ -229,26 +231,27 @@ class ReferenceHybrid(ReferencePipeline):
         for name, none in () if has_data else (("precision", Precision()), ("offload", "none")):
             if getattr(self.options, name) != none:
                 raise Refused(
-                    f"option {name!r} is one of the strategy on the data axes, but this mesh has "
-                    f"none, only {' and '.join(mesh.axes)}: add shard: 1"
+                    f"option {name!r} belongs to the strategy on the data axes, but this mesh "
+                    f"has no data axis, only {' and '.join(mesh.axes)}: add shard: 1 to the mesh"
                 )
         if inner.compress is not None and mesh.size("tensor") > 1:
             raise Refused(
-                "option 'data_options.compress': a rank of the axis 'tensor' has parts of "
-                "parameters, and what is made of them is not what is made of the whole; take "
-                "tensor: 1, or leave it out"
+                "option 'data_options.compress': a rank of the axis 'tensor' holds parts of "
+                "parameters, and compressing parts gives another result than compressing the "
+                "whole; set tensor: 1, or leave 'compress' out"
             )
         if inner.compress is not None and self.is_cut and inner.reduction.each_round:
             raise Refused(
-                f"option 'data_options.compress' with 'data' = {data!r} in a pipeline: rounds are "
-                "reduced in the order of the schedule; take ddp, zero1, or fsdp with "
+                f"option 'data_options.compress' with 'data' = {data!r} in a pipeline: each "
+                "micro-batch is reduced by itself, in the order of the schedule, which the "
+                "compressor's emulator does not know; set data to ddp or zero1, or to fsdp with "
                 "accumulate_without_communication"
             )
         if data.startswith("zero") and mesh.size("replicate") > 1:
             raise Refused(
-                f"option 'data' = {data!r} shards over the axis 'shard' and has no replicas, but "
-                f"this mesh has replicate = {mesh.size('replicate')}: take 1, or 'fsdp' with "
-                "data_options.sharding_strategy HYBRID_SHARD"
+                f"option 'data' = {data!r} shards over the axis 'shard' and has no replicas, "
+                f"but this mesh has replicate = {mesh.size('replicate')}: set replicate: 1, or "
+                "use data: fsdp with data_options.sharding_strategy HYBRID_SHARD"
             )
         if data == "fsdp" and has_data:
             wanted, strategy = fsdp.AXES[inner.sharding_strategy], inner.sharding_strategy
@@ -256,13 +259,13 @@ class ReferenceHybrid(ReferencePipeline):
             missing = [a for a in wanted if a not in mesh.axes]
             if unused or missing:
                 raise Refused(
-                    f"option 'data_options.sharding_strategy' = {strategy!r} takes the data axes "
-                    f"{' and '.join(wanted)}, but this mesh has {dict(mesh.axes)}"
+                    f"option 'data_options.sharding_strategy' = {strategy!r} needs exactly the "
+                    f"data axes {' and '.join(wanted)}, but this mesh has {dict(mesh.axes)}"
                 )
             if inner.chunk_ranks not in (None, mesh.size("shard")):
                 raise Refused(
-                    f"option 'data_options.reshard_after_forward' = {inner.chunk_ranks}: hybrids "
-                    "have no groups of neighbours; valid here: true, false, null"
+                    f"option 'data_options.reshard_after_forward' = {inner.chunk_ranks}: a "
+                    "hybrid cannot reshard to smaller groups of ranks; valid: true, false, null"
                 )
 
     def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
@@ -312,7 +315,8 @@ class ReferenceHybrid(ReferencePipeline):
             if own < (most := max(h.rounds for h, _ in handles if isinstance(h, zero2.Zero2))):
                 raise Refused(
                     f"option 'schedule' with 'data' = 'zero2': {IN_TURN}; this data coordinate "
-                    f"has {own} micro-batches, another {most}: give all as many, or take zero1"
+                    f"has {own} micro-batches, but another has {most}: give all data "
+                    "coordinates the same number, or set data: zero1"
                 )
         return super().backward(batch) if self.is_cut else Engine.backward(self, batch)
 

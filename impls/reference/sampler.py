@@ -60,7 +60,7 @@ class Sampler(Sampling):
     @classmethod
     def capabilities(cls, options: Options) -> Capabilities:
         if options:
-            raise Refused(f"option {next(iter(options))!r}: there are no options")
+            raise Refused(f"unknown option {next(iter(options))!r}; this sampler has no options")
         return Capabilities(axes=names(), needs=("cpu",))
 
     def start(self, spec: SamplerSpec, options: Options) -> None:

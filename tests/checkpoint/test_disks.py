@@ -55,7 +55,7 @@ def test_a_disk_that_can_only_be_read(form: str, tmp_path: Path) -> None:
         for place in (root, disk / "new"):
             said = refused(place, form)
             assert said.startswith(str(place)) and "Read-only file system (rank 0)" in said
-            assert "make it writable, or name another folder; what was committed" in said
+            assert "make the path writable, or name another folder; what was committed" in said
         assert before == {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()}
         with Checkpoint.open(root) as checkpoint:
             assert not list(checkpoint.verify())
@@ -115,4 +115,4 @@ def test_a_folder_that_another_user_may_not_enter(tmp_path: Path) -> None:
     said = succeed(body, 2)
     assert said[0] == said[1]
     assert said[0].startswith(f"{tmp_path / 'new'}: cannot be used: Permission denied (rank 0) - ")
-    assert "make it writable, or name another folder" in said[0]
+    assert "make the path writable, or name another folder" in said[0]

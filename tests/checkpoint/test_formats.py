@@ -221,7 +221,7 @@ def test_the_newest_stay_and_the_last_good_one_always(form: str, tmp_path: Path)
 def test_another_run_does_not_save_into_the_same_folder(tmp_path: Path) -> None:
     saved(tmp_path, "ddp", {"replicate": 2})
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    with pytest.raises(CheckpointError, match="is a checkpoint of another run") as error:
+    with pytest.raises(CheckpointError, match="this checkpoint belongs to run") as error:
         saved(tmp_path, "ddp", {"replicate": 2}, steps=3)
     assert "(rank 0)" in str(error.value)
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -234,7 +234,9 @@ def test_who_loads_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> None:
         system = make("zero3", work, {"shard": 3}, rank)
         system.load(tmp_path)
-        with pytest.raises(CheckpointError, match="holds step 2 of this run already"):
+        with pytest.raises(
+            CheckpointError, match="this checkpoint already holds step 2 of this run"
+        ):
             system.save(tmp_path, {})
         train(system, work, 2, 3)
         system.save(tmp_path, {}).wait()
@@ -249,7 +251,9 @@ def test_another_optimizer_is_refused_before_anything_changes(tmp_path: Path) ->
 
     def body(rank: int, world: int) -> None:
         system = make("ddp", work, {"replicate": 2}, rank, OptimizerSpec("sgd"))
-        with pytest.raises(CheckpointError, match="saved under 'adamw', this system trains with"):
+        with pytest.raises(
+            CheckpointError, match="saved with optimizer 'adamw', but this system trains with"
+        ):
             system.load(tmp_path)
 
     succeed(body, 2)
@@ -301,7 +305,7 @@ def test_a_lost_piece_is_told_before_anything_is_written(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"when": object()}, "have no form in JSON"),
+        ({"when": object()}, "cannot be written as JSON"),
         ({"long": "x" * 9_000_000}, "bytes of JSON"),
         ({"many": [0] * 600_000}, "values of JSON"),
     ],

@@ -148,7 +148,7 @@ def test_the_newest_stay_and_what_was_cut_short_is_no_checkpoint(tmp_path: Path)
     assert len(list(tmp_path.iterdir())) == 2
     (tmp_path / "step-00000004" / folders.DCP).unlink()
     assert folders.find(tmp_path).name == "step-00000003"
-    with pytest.raises(FileNotFoundError, match=r"holds no checkpoint, neither \.metadata nor"):
+    with pytest.raises(FileNotFoundError, match=r"holds no checkpoint: neither \.metadata nor"):
         folders.find(tmp_path / "step-00000004")
 
 
@@ -248,5 +248,5 @@ def test_blocks_are_written_and_read_one_by_one() -> None:
         assert blocks.__get_tensor_shard__(item.index).data_ptr() in [
             piece.tensor.data_ptr() for piece in pieces
         ]
-    with pytest.raises(NotImplementedError, match="only saved and loaded"):
+    with pytest.raises(NotImplementedError, match="can only be saved and loaded"):
         blocks + 1

@@ -88,7 +88,7 @@ def test_what_each_rank_has_of_its_own_is_not_made_into_one(tmp_path: Path, comm
     words = [str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "dcp"]
     code, _, err = command("checkpoint", "convert", *words)
     assert code == 2
-    assert "has 2 copies of" in err and "convert it to full or sharded" in err
+    assert "has 2 copies of" in err and "convert the checkpoint to full or sharded" in err
     assert not (tmp_path / "theirs").exists()
 
 
@@ -126,7 +126,7 @@ def test_inspect_and_verify_say_what_can_be_said(root: Path, command: Any) -> No
     assert "embed.token.weight.exp_avg" in out and "torch@1" in out
     code, out, err = command("checkpoint", "verify", str(root))
     assert (code, err) == (0, "")
-    assert "has a CRC-32" in out and ".metadata has none" in out and "SHA-256 " in out
+    assert "has a CRC-32" in out and ".metadata has no CRC-32" in out and "SHA-256 " in out
 
 
 def data_files(root: Path) -> list[Path]:
@@ -207,7 +207,7 @@ def test_names_cannot_lead_out_of_the_folder(own: Path, command: Any) -> None:
     assert len(other) == len(name)
     place.write_bytes(data.replace(name.encode(), other.encode()))
     code, out, err = command("checkpoint", "verify", str(own))
-    assert (code, out) == (2, "") and "which is no file of the folder" in err
+    assert (code, out) == (2, "") and "which is not a file of this folder" in err
 
 
 def test_mutated_metadata_is_an_error_in_words_and_nothing_else(own: Path) -> None:
@@ -246,6 +246,6 @@ def test_a_folder_that_somebody_else_saved(tmp_path: Path, command: Any) -> None
     assert code == 1 and "element [1, 2]: 5.0 and 7.0" in out
     words = [str(tmp_path / "one"), str(tmp_path / "new"), "--to", "dcp"]
     code, _, err = command("checkpoint", "convert", *words)
-    assert code == 2 and "the checkpoint does not describe it" in err
+    assert code == 2 and "the checkpoint does not describe the optimizer" in err
     with DcpCheckpoint.open(tmp_path / "one") as checkpoint:
         assert checkpoint.names("extra") == ["w"]

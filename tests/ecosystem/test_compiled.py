@@ -35,5 +35,5 @@ def test_buckets_below_the_first_ones_size_are_refused() -> None:
     with pytest.raises(Refused, match=r"'bucket_cap_mb' = 0\.5 with 'compile'"):
         PyTorchDDP.capabilities({"compile": "aot_eager", "bucket_cap_mb": 0.5})
     PyTorchDDP.capabilities({"compile": "aot_eager", "bucket_cap_mb": 1})
-    with pytest.raises(Refused, match="is no value of it; valid: "):
+    with pytest.raises(Refused, match="is not valid; valid: "):
         PyTorchDDP.capabilities({"compile": "inductor"})

@@ -119,7 +119,7 @@ def test_a_pickle_takes_no_more_memory_than_its_bytes_explain(name: str, tmp_pat
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match="not a dump of the Flight Recorder"):
         flight_recorder.standings(tmp_path)
-    with pytest.raises(CheckpointError, match="is no metadata"):
+    with pytest.raises(CheckpointError, match="is not metadata"):
         metadata.read(data, path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 

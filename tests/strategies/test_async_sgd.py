@@ -145,7 +145,7 @@ def test_every_parameter_has_one_owner_and_every_server_some() -> None:
     assert owned(tensors, 2) == [["a", "d"], ["b", "c"]]
     assert sorted(name for share in owned(tensors, 4) for name in share) == list("abcd")
     assert all(owned(tensors, 4))
-    with pytest.raises(Refused, match="'servers' = 5: the model has 4 trainable parameters"):
+    with pytest.raises(Refused, match="'servers' = 5: each server needs a trainable parameter"):
         owned(tensors, 5)
 
 
@@ -154,7 +154,7 @@ def test_every_parameter_has_one_owner_and_every_server_some() -> None:
     [
         ({"max_staleness": -1}, "'max_staleness' must be at least 0, not -1"),
         ({"servers": 0}, "'servers' must be at least 1, not 0"),
-        ({"order": "in_turn", "max_staleness": 1}, "take max_staleness: 0, or order: slow"),
+        ({"order": "in_turn", "max_staleness": 1}, "set max_staleness to 0, or order to slow"),
         ({"order": "fast"}, "valid: in_turn, slow, burst"),
         ({"dies": {"worker": -1, "turns": 0}}, "'dies.worker' must be at least 0, not -1"),
     ],
@@ -165,5 +165,5 @@ def test_what_makes_no_sense_is_refused(options: dict[str, object], says: str) -
 
 
 def test_somebody_must_work() -> None:
-    with pytest.raises(Refused, match="of 2 ranks none is left to work"):
+    with pytest.raises(Refused, match="no rank of 2 remains as a worker"):
         ReferenceAsyncSGD.role(0, 2, {"servers": 2})

@@ -207,7 +207,7 @@ def test_a_tree_is_reduced_to_rank_0_alone() -> None:
 
 
 def test_hierarchical_refuses_worlds_of_no_whole_nodes() -> None:
-    with pytest.raises(ValueError, match="5 ranks are no whole nodes of 2"):
+    with pytest.raises(ValueError, match="5 ranks cannot be divided into nodes of 2 ranks"):
         list(hierarchical.rounds(0, 5, 3, ranks_per_node=2))
 
 

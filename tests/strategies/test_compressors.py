@@ -300,7 +300,7 @@ def test_shards_are_those_of_the_whole_sum() -> None:
     ("given", "says"),
     [
         ({}, r"option 'compress.method' is missing; valid: cast, topk, randomk, .*, onebit$"),
-        ({"method": None}, r"'compress.method' = null is no value of it; valid: cast, .*, onebit$"),
+        ({"method": None}, r"'compress.method' = null is not valid; valid: cast, .*, onebit$"),
         ({"method": "top-k"}, r"did you mean 'topk'"),
         ({"method": "topk"}, r"'compress.density' is missing: topk needs it; write density: 0.01"),
         ({"method": "topk", "density": 0}, r"'compress.density' = 0: .* above 0, .* at most 1"),
@@ -311,7 +311,7 @@ def test_shards_are_those_of_the_whole_sum() -> None:
         ({"method": "powersgd", "rank": 1.5}, r"'compress.rank' must be of type"),
         ({"method": "powersgd", "rank": 2, "density": 0.1}, r"powersgd takes rank, feedback, seed"),
         ({"method": "cast"}, r"'compress.dtype' is missing: cast needs it; write dtype: bfloat16"),
-        ({"method": "cast", "dtype": "fp16"}, r"'compress.dtype' = 'fp16' is no dtype; valid"),
+        ({"method": "cast", "dtype": "fp16"}, r"'compress.dtype' = 'fp16' is not a dtype; valid"),
         ({"method": "sign", "feedback": True}, r"'compress.feedback' = true: sign takes nothing"),
         ({"method": "onebit", "feedback": False}, r"'compress.feedback' = false: onebit takes"),
         ({"method": "randomk", "density": 0.1, "seed": -1}, r"'compress.seed' must be at least 0"),
@@ -350,7 +350,7 @@ def test_options_that_do_not_go_together_are_refused(
             {"replicate": 2, "tensor": 2},
             {"data_options": {"compress": TOPK}},
             OptimizerSpec(),
-            "a rank of the axis 'tensor' has parts",
+            "a rank of the axis 'tensor' holds parts",
         ),
         (
             "hybrid",

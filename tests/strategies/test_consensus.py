@@ -137,7 +137,7 @@ def test_a_rank_that_dies_while_others_vote_wakes_them_and_nothing_is_decided(de
         error = errors[rank]
         assert isinstance(error, RankFailed) and f"rank {dead}" in str(error)
         assert error.__notes__ == [
-            "the vote on step 20 decided nothing; the best checkpoint before it is that of step 10"
+            "the vote on step 20 was not counted; the best checkpoint so far is that of step 10"
         ]
 
 
@@ -148,13 +148,13 @@ def test_ranks_that_vote_on_different_steps_all_raise() -> None:
 
     _, errors = threads(body, 3)
     assert all(isinstance(error, VotesDiffer) for error in errors)
-    assert "vote on steps [10, 11, 10]" in str(errors[0])
+    assert "vote on different steps, [10, 11, 10]" in str(errors[0])
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({}, "only a rank that asks could end training"),
+        ({}, "only a rank that asks to stop could end training"),
         ({"patience": -1}, "'patience' must be at least 0"),
         ({"budget": -2}, "'budget' must be at least 0"),
         ({"patience": 1, "min_delta": -0.1}, "min_delta = -0.1"),

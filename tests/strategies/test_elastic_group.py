@@ -194,9 +194,9 @@ def test_the_generator_that_rank_threads_share_is_no_rank_s_to_put_back() -> Non
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch": "all"}, "option 'batch' = 'all' is no value of it"),
+        ({"batch": "all"}, "option 'batch' = 'all' is not valid"),
         ({"bucket_bytes": 0}, "option 'bucket_bytes' must be at least 1, not 0"),
-        ({"compress": {"method": "onebit"}}, "'onebit': what its servers owe is cut"),
+        ({"compress": {"method": "onebit"}}, "'onebit': its server residuals are cut"),
         ({"bucket_byte": 1}, "unknown option 'bucket_byte'"),
     ],
 )
@@ -207,5 +207,7 @@ def test_what_is_refused(options: dict[str, Any], says: str) -> None:
 
 
 def test_a_loss_scaler_is_refused() -> None:
-    with pytest.raises(Refused, match="a loss scaler: it would be voted on after the commit"):
+    with pytest.raises(
+        Refused, match="optimizer.scaler: ranks would vote on a loss scale only after"
+    ):
         ReferenceElastic().setup(None, None, replace(SPEC, scaler=ScalerSpec()), None, {})  # type: ignore[arg-type]

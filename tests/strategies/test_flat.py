@@ -138,7 +138,7 @@ def test_what_is_refused() -> None:
         FlatLayout({}, 2)
     with pytest.raises(ValueError, match="at least 1 shard, not 0"):
         FlatLayout({"a": torch.zeros(1)}, 0)
-    with pytest.raises(ValueError, match="shard 2 of a layout with shards 0 to 1"):
+    with pytest.raises(ValueError, match="no shard 2, only the shards 0 to 1"):
         FlatLayout({"a": torch.zeros(1)}, 2).shard_range(2)
 
 

@@ -158,7 +158,7 @@ def test_shards_without_replicas_say_what_would_do_on_every_rank() -> None:
         ({"data": "zero4"}, "did you mean 'zero3'"),
         (
             {"all_reduce": "ring"},
-            "unknown option 'all_reduce' next to 'data': it is one of the strategy on the data "
+            "unknown option 'all_reduce' next to 'data': it belongs to the strategy on the data "
             "axes (ddp, fsdp); write data_options: {all_reduce: ...}",
         ),
         ({"shcedule": "1f1b"}, "unknown option 'shcedule'; did you mean 'schedule'"),
@@ -167,7 +167,7 @@ def test_shards_without_replicas_say_what_would_do_on_every_rank() -> None:
         ({"checkpoint": {"keep": 0}}, "'checkpoint.keep' must be at least 1, not 0"),
         ({"checkpoint": {"format": "ful"}}, "did you mean 'full'"),
         ({"data": "ddp", "offload": "optimizer"}, "'offload': 'data' = 'ddp' has no such option"),
-        ({"schedule": "zb_v", "recompute_every": 1}, "the schedule has B and W apart"),
+        ({"schedule": "zb_v", "recompute_every": 1}, "the schedule runs W later than B"),
     ],
 )
 def test_options_are_refused_in_words(options: dict[str, Any], text: str) -> None:

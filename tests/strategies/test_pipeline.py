@@ -404,9 +404,9 @@ def test_a_micro_batch_is_let_go_at_its_last_action(schedule: str) -> None:
     [
         ({"schedule": "1f1"}, "did you mean '1f1b'"),
         ({"schedule": {"name": "interleaved", "chunks": 0}}, "'schedule.chunks' must be at least"),
-        ({"schedule": {"name": "gpipe", "chunks": 3}}, "are free with 'interleaved' only"),
+        ({"schedule": {"name": "gpipe", "chunks": 3}}, "can be chosen for 'interleaved' only"),
         ({"schedule": {"orders": [["F0@0", "BW0@0"]], "chunks": 1}}, "'schedule.chunks' = 1"),
-        ({"schedule": {"orders": [["F0@0", "BW7@0"]]}}, "micro-batch 7 is the last one that is"),
+        ({"schedule": {"orders": [["F0@0", "BW7@0"]]}}, "the orders name micro-batches up to 7"),
         ({"schedule": {}}, "give either 'name'"),
         ({"schedule": {"orders": [["F0@0", "G0@0"]]}}, "'G0@0' is not an action"),
         ({"schedule": {"orders": [["F0@0"]]}}, "rank 0 never does"),
@@ -440,7 +440,10 @@ def test_a_micro_batch_is_let_go_at_its_last_action(schedule: str) -> None:
             },
             "deadlock: rank 0 waits in BW0@0",
         ),
-        ({"schedule": "zb_v", "recompute_every": 1}, "'recompute_every' = 1: the schedule has B"),
+        (
+            {"schedule": "zb_v", "recompute_every": 1},
+            "'recompute_every' = 1: the schedule runs W later than B",
+        ),
         ({"precision": {"parameters": "bfloat16"}}, "unknown option 'precision'"),
         ({"offload": "optimizer"}, "unknown option 'offload'"),
     ],
@@ -455,10 +458,10 @@ def test_cuts() -> None:
     assert cut(7, 3) == [(0, 3), (3, 5), (5, 7)]
     assert cut(7, 3, [1, 5, 1]) == [(0, 1), (1, 6), (6, 7)]
     for stages, split, text in (
-        (8, (), "8 stages for a model of 7 units"),
+        (8, (), "8 stages, but the model has only 7 units"),
         (3, (1, 5), "option 'split' = [1, 5]: there are 3 stages and 7 units"),
-        (3, (1, 5, 2), "give 3 numbers from 1 on whose sum is 7"),
-        (3, (0, 5, 2), "give 3 numbers from 1 on"),
+        (3, (1, 5, 2), "give 3 numbers of at least 1 that add up to 7"),
+        (3, (0, 5, 2), "give 3 numbers of at least 1"),
     ):
         with pytest.raises(Refused) as error:
             cut(7, stages, split)
@@ -467,7 +470,7 @@ def test_cuts() -> None:
 
 def test_windows_that_do_not_fit_are_refused() -> None:
     for options, ranks, micro_batches, text in (
-        ({"schedule": "interleaved"}, 2, 3, "3 micro-batches are no multiple"),
+        ({"schedule": "interleaved"}, 2, 3, "needs a multiple of 2 micro-batches"),
         ({"schedule": {"orders": [["F0@0", "BW0@0"]]}}, 2, 1, "is for 1 ranks"),
         ({"schedule": {"orders": [["F0@0", "BW0@0"]]}}, 1, 2, "is for 1 micro-batches"),
     ):

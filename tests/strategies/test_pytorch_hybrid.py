@@ -58,14 +58,14 @@ def rows(pieces: list[Piece]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("axes", "options", "spec", "told"),
     [
-        ({"pipe": 1, "replicate": 2}, {}, ADAMW, "replicates only together with shards"),
-        ({"shard": 2}, {}, ADAMW, r"need the axis 'pipe' .* not \['shard'\]"),
-        ({"pipe": 2}, {}, OptimizerSpec(scaler=ScalerSpec()), "a loss scale"),
+        ({"pipe": 1, "replicate": 2}, {}, ADAMW, "fully_shard replicates only shards"),
+        ({"shard": 2}, {}, ADAMW, r"need a mesh with the axis 'pipe' .* not \['shard'\]"),
+        ({"pipe": 2}, {}, OptimizerSpec(scaler=ScalerSpec()), "optimizer.scaler: "),
         (
             {"pipe": 1, "tensor": 2},
             {"shapes": "inferred"},
             ADAMW,
-            "'shapes' = 'inferred' is no value of it; valid: given",
+            "'shapes' = 'inferred' is not valid; valid: given",
         ),
     ],
 )

@@ -85,7 +85,12 @@ def test_what_torch_says_it_will_do_is_sound(name: str, ranks: int, micro_batche
 @pytest.mark.parametrize(
     ("name", "ranks", "micro_batches", "words"),
     [
-        ("1f1b", 4, 2, "at least as many micro-batches as stages, not 2 for 4"),
+        (
+            "1f1b",
+            4,
+            2,
+            "at least as many micro-batches as stages, but there are 2 micro-batches and 4",
+        ),
         ("interleaved", 2, 7, "multiple of the number of rounds"),
         ("interleaved_zb", 2, 7, "multiple of the number of rounds"),
         ("dualpipe_v", 2, 3, "at least as many microbatches as stages"),
@@ -210,9 +215,13 @@ def test_unequal_micro_batches_are_refused_before_anything_is_sent() -> None:
     ("options", "traits", "words"),
     [
         ({"split": [3, 2]}, (), r"'split' = \[3, 2\]: there are 2 stages and 4 units"),
-        ({"split": [4, 0]}, (), "give 2 numbers from 1 on whose sum is 4"),
-        ({"schedule": {"name": "interleaved", "chunks": 3}}, (), "6 stages for a model of 4 units"),
-        ({}, ("tied_over_units",), "'head.weight' is tied over stages of two ranks"),
+        ({"split": [4, 0]}, (), "give 2 numbers of at least 1 that add up to 4"),
+        (
+            {"schedule": {"name": "interleaved", "chunks": 3}},
+            (),
+            "6 stages, but the model has only 4 units",
+        ),
+        ({}, ("tied_over_units",), "'head.weight' is tied between stages on two ranks"),
     ],
 )
 def test_what_the_model_does_not_allow_is_refused_on_every_rank(

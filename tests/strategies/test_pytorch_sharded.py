@@ -68,7 +68,7 @@ def copies(pieces: list[Piece]) -> list[Piece]:
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
 REFUSED = [
-    (FSDP2, {"offload": "optimizer"}, "offloads parameters or none"),
+    (FSDP2, {"offload": "optimizer"}, "can offload only parameters"),
     (FSDP2, {"recompute_every": 2}, "valid: 0, 1"),
     (FSDP2, {"precision": {"buffers": "bfloat16"}}, "does not cast buffers"),
     (FSDP2, {"precision": {"parameters": "bf16"}}, "bfloat16"),
@@ -127,8 +127,8 @@ def test_options_are_refused_with_what_is_valid(
         (FSDP2, {"shard": 2}, {"reshard_after_forward": 3}, "valid: true, false, null, 1, 2"),
         (FSDP2, {"shard": 2}, {"wrap": {"units": ["block.0"]}}, "did you mean 'blocks.0'"),
         (FSDP1, {"shard": 2}, HYBRID, "replicate, shard, e.g. mesh {replicate: 2, shard: 2}"),
-        (FSDP1, {"replicate": 2, "shard": 1}, HYBRID, "valid here: NO_SHARD on .*replicate: 2}"),
-        ("reference/fsdp", {"shard": 2}, HYBRID, r"e\.g\. {replicate: 2, shard: 2}; this one"),
+        (FSDP1, {"replicate": 2, "shard": 1}, HYBRID, "use NO_SHARD on .*replicate: 2}"),
+        ("reference/fsdp", {"shard": 2}, HYBRID, r"e\.g\. {replicate: 2, shard: 2}; this mesh"),
         (FSDP1, {"shard": 2}, {"offload": "parameters"}, "accelerator"),
     ],
 )

@@ -142,9 +142,9 @@ def test_the_global_generator_is_refused() -> None:
 
 def test_units_that_do_not_follow_one_another() -> None:
     module = stack(2, count=2)
-    with pytest.raises(Refused, match="'1' was not called with what '0' returned, as its one"):
+    with pytest.raises(Refused, match="'1' was not called with the output of '0' as its only"):
         module[1](module[0](torch.ones(2, 16)) + 1)
-    with pytest.raises(Refused, match="'1' was called where '0' was due"):
+    with pytest.raises(Refused, match="'1' was called, but unit '0' was expected"):
         stack(2, count=2)[1](torch.ones(2, 16))
 
 
@@ -174,7 +174,7 @@ def test_units_that_pass_containers(changed: str | None) -> None:
     if changed == "in place":
         second.append(hidden)
     if changed:
-        with pytest.raises(Refused, match="'1' was not called with what '0' returned"):
+        with pytest.raises(Refused, match="'1' was not called with the output of '0'"):
             module[1](between | {"rest": copies[changed]})
     else:
         module[1](between | {"rest": copies[None]})["hidden"].sum().backward()
@@ -218,5 +218,7 @@ def test_a_forward_that_cannot_be_repeated() -> None:
 
     module = nn.Sequential(Counting())
     recompute_units(module, ["0"], 1)
-    with pytest.raises(RuntimeError, match="recomputing 0 saved 5 tensors, its forward 4"):
+    with pytest.raises(
+        RuntimeError, match="recomputing 0 saved 5 tensors, but its forward saved 4"
+    ):
         module(torch.ones(2, 16)).sum().backward()

@@ -70,7 +70,7 @@ def test_two_seeds_share_no_order_but_torchs_do() -> None:
 
 def test_options_that_nobody_takes_are_refused() -> None:
     for kind in (Sampler, TorchElasticSampler):
-        with pytest.raises(Refused, match="option 'seed': there are no options"):
+        with pytest.raises(Refused, match="unknown option 'seed'; this sampler has no options"):
             kind.capabilities({"seed": 1})
     with pytest.raises(Refused, match=r"unknown option 'samplers'; did you mean 'sampler'\?"):
         TorchSampler.capabilities({"samplers": "mine:Mine"})

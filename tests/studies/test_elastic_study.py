@@ -206,4 +206,4 @@ def test_the_second_of_two_groups_that_save_into_one_folder_is_refused(tmp_path:
     (said,) = judged.refusals
     assert str(tmp_path / "checkpoints/step-00000002") in said
     assert "was saved by another job, which continues the same run" in said
-    assert "end one of the two, or name another folder for it" in said
+    assert "end one of the two jobs, or name another folder for one of them" in said

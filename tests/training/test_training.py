@@ -234,7 +234,7 @@ def test_layers_with_roles_are_split() -> None:
     result = built.run(STEPS)
     assert_equal(dict(result.state), expected)
     assert result.losses == pytest.approx(losses, rel=1e-9)
-    with pytest.raises(ValueError, match="none by rows"):
+    with pytest.raises(ValueError, match="no layer behind them by rows"):
         Training(model(), LOSS, loader(), roles={"0": "column"}).backend("in_memory").strategy(
             "tensor", {"tensor": 2}
         ).run(1)

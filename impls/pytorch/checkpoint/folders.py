@@ -38,8 +38,8 @@ def find(path: Path) -> Path:
     found = committed(path) if path.is_dir() else []
     if not found:
         raise FileNotFoundError(
-            f"{path}: holds no checkpoint, neither {DCP} nor {FULL} - name a checkpoint, or a "
-            "folder that a save was given"
+            f"{path}: this path holds no checkpoint: neither {DCP} nor {FULL} is there - name a "
+            "checkpoint, or the folder into which it was saved"
         )
     return found[0]
 

@@ -100,10 +100,12 @@ class _Reader(pickle.Unpickler):
             return _RECORDS[module, name]
         if module == "torch" and name.replace("_", "").isalnum() and name.islower():
             return name  # a dtype: never called, for a text cannot be
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no such file has")
+        raise pickle.UnpicklingError(
+            f"the file refers to {module}.{name}, which is never part of such metadata"
+        )
 
     def persistent_load(self, given: Any) -> NoReturn:
-        raise pickle.UnpicklingError("it refers to something outside")
+        raise pickle.UnpicklingError("the file refers to an object outside of it")
 
 
 def read(data: bytes, file: Path) -> dict[str, Stored]:
@@ -122,7 +124,7 @@ def read(data: bytes, file: Path) -> dict[str, Stored]:
         why = str(error)
     except (MemoryError, RecursionError, OverflowError, ImportError) as error:
         why = type(error).__name__
-    what = f"is no metadata of torch.distributed.checkpoint: {why:.200}"
+    what = f"this file is not metadata of torch.distributed.checkpoint: {why:.200}"
     raise CheckpointError(file, what, TAKE_ANOTHER) from None
 
 
@@ -134,7 +136,7 @@ def _stored(key: str, one: Any, lies: Lies) -> Stored:
     if _is(one, "BytesStorageMetadata"):
         return Stored("", (), (Chunk((), (), *lies[key, None]),))
     if not _is(one, "TensorStorageMetadata"):
-        raise ValueError(f"{key:.80} is neither a tensor nor bytes")
+        raise ValueError(f"the entry {key:.80} is neither a tensor nor bytes")
     dtype = one["properties"].state[0]  # what torch's own __setstate__ takes
     chunks = []
     for chunk in _items(one["chunks"]):
@@ -150,7 +152,10 @@ def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
 
 def _place(where: Any) -> tuple[str, int, int]:
     if where.state.get("transform_descriptors"):
-        raise ValueError("its files are transformed, by extensions of torch's reader")
+        raise ValueError(
+            "its data files were written with transforms of torch's extensions, which this "
+            "reader does not undo"
+        )
     begin, length = _numbers([where["offset"], where["length"]])
     return _text(where["relative_path"]), begin, length
 
@@ -161,19 +166,19 @@ def _is(value: Any, kind: str) -> bool:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.80} in place of a text")
+        raise TypeError(f"expected a text, not {value!r:.80}")
     return value
 
 
 def _plain(value: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.80} in place of a dictionary")
+        raise TypeError(f"expected a dictionary, not {value!r:.80}")
     return value
 
 
 def _items(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError(f"{value!r:.80} in place of a list")
+        raise TypeError(f"expected a list, not {value!r:.80}")
     return value
 
 
@@ -182,7 +187,7 @@ def _numbers(value: Any) -> tuple[int, ...]:
     if _is(value, "Size"):
         (value,) = value.given
     if not isinstance(value, (list, tuple)) or len(value) > 64:
-        raise TypeError(f"{value!r:.80} in place of numbers")
+        raise TypeError(f"expected a list of at most 64 numbers, not {value!r:.80}")
     if any(type(n) is not int or not 0 <= n <= 1 << 62 for n in value):
-        raise ValueError(f"{value!r:.80} are no sizes")
+        raise ValueError(f"expected whole numbers from 0 to 2 ** 62, not {value!r:.80}")
     return tuple(value)

@@ -15,7 +15,8 @@ FORMATS = ("dcp", "dcp_async", "full")
 SHARDED = ("dcp", "dcp_async")
 #: Backends that cannot gather what lies below DTensor, and why.
 NO_DTENSOR = {
-    "gloo_cuda": "its all-gather ends the process, or never ends (pytorch/pytorch#152645, #132471)"
+    "gloo_cuda": "the all-gather of this backend ends the process or never returns "
+    "(pytorch/pytorch#152645, #132471)"
 }
 
 

@@ -20,10 +20,13 @@ def read_pickle(data: bytes, reader: type[pickle.Unpickler]) -> Any:
     for number, (code, value, _) in enumerate(pickletools.genops(data)):
         named = isinstance(value, int) and 0 <= value <= number
         if code.name.endswith("PUT") and not named:
-            raise ValueError(f"{code.name} of place {value}, which no pickle has there")
+            raise ValueError(
+                f"the pickle's instruction {code.name} names the memo entry {value}, which "
+                "cannot exist there"
+            )
     found = reader(io.BytesIO(data)).load()
     if _unfolded(found, most := _MOST_UNFOLDED * (len(data) + 256)) > most:
-        raise ValueError("it names the same values again and again")
+        raise ValueError("the pickle refers to the same values too many times")
     return found
 
 
@@ -40,7 +43,7 @@ def _unfolded(value: Any, most: int) -> int:
         parts = [] if id(one) in known else _parts(one)
         if todo := [part for part in parts if id(part) not in known]:
             if id(one) in entered:
-                raise ValueError("it contains itself")
+                raise ValueError("a value of the pickle contains itself")
             entered.add(id(one))
             waiting += todo
             continue

@@ -61,8 +61,8 @@ class DcpCheckpoint(Checkpoint):
     """An open folder; ``chunks`` maps entries to chunks."""
 
     caveats = (
-        "each tensor and value has a CRC-32, which was compared; .metadata has none: what it says "
-        "was checked for sense only",
+        "the CRC-32 of each tensor and value was compared; .metadata has no CRC-32, so its "
+        "content was only checked for plausibility",
     )
     chunks: dict[Entry, Chunk] = field(default_factory=dict)
     values: dict[str, Chunk] = field(default_factory=dict)
@@ -96,12 +96,14 @@ class DcpCheckpoint(Checkpoint):
         """:raises CheckpointError: the name points elsewhere, or the file is too short."""
         path = self.folder / chunk.file
         if Path(chunk.file).name != chunk.file or chunk.file in (".", "..", folders.DCP):
-            what = f"names {chunk.file[:80]!r}, which is no file of the folder"
+            what = f"the metadata names {chunk.file[:80]!r}, which is not a file of this folder"
             raise CheckpointError(self.folder / folders.DCP, what, TAKE_ANOTHER)
         if chunk.file not in self.files:
             self.files[chunk.file] = DataFile(chunk.file, size_of(path), 0, 0, array("I"), ())
         if chunk.begin + chunk.length > self.files[chunk.file].bytes:
-            what = f"ends at byte {self.files[chunk.file].bytes}, before a chunk does"
+            what = (
+                f"the file ends at byte {self.files[chunk.file].bytes}, before the end of a chunk"
+            )
             raise CheckpointError(path, what, TAKE_ANOTHER)
 
     def _about(self) -> tuple[About, frozenset[str]]:
@@ -122,7 +124,7 @@ class DcpCheckpoint(Checkpoint):
             )
             return about, frozenset(map(str, said.get("buffers", ())))
         except (TypeError, ValueError, AttributeError) as error:
-            what = f"what it says of the training is not in this suite's form: {error}"
+            what = f"the description of the training does not have this suite's form: {error}"
             raise CheckpointError(self.folder / folders.DCP, what, TAKE_ANOTHER) from None
 
     def _json(self, name: str, missing: Any) -> Any:
@@ -130,7 +132,7 @@ class DcpCheckpoint(Checkpoint):
         try:
             return missing if text is None else json.loads(str(text))
         except (ValueError, RecursionError) as error:
-            what = f"{_PROGRESS}{name} is no JSON: {error}"
+            what = f"{_PROGRESS}{name} is not JSON: {error}"
             raise CheckpointError(self.folder / folders.DCP, what, TAKE_ANOTHER) from None
 
     def _value(self, name: str, missing: Any = None) -> Any:
@@ -139,11 +141,11 @@ class DcpCheckpoint(Checkpoint):
         if chunk is None:
             return missing
         if chunk.length > MOST_VALUE:
-            what = f"{_PROGRESS}{name} has {chunk.length} bytes, over {MOST_VALUE}"
+            what = f"{_PROGRESS}{name} has {chunk.length} bytes, more than {MOST_VALUE}"
             raise CheckpointError(self.folder / chunk.file, what, TAKE_ANOTHER)
         found = self._load(chunk, MOST_VALUE)
         if not isinstance(found, (int, float, str)):
-            what = f"{_PROGRESS}{name} is a {type(found).__name__}"
+            what = f"{_PROGRESS}{name} must be a number or a text, not a {type(found).__name__}"
             raise CheckpointError(self.folder / chunk.file, what, TAKE_ANOTHER)
         return found
 
@@ -167,15 +169,23 @@ class DcpCheckpoint(Checkpoint):
         """The entry of a chunk, once it can be described."""
         place_of = self.folder / folders.DCP
         if one.dtype not in _DTYPES:
-            what = f"{key[:200]!r} is of dtype {one.dtype:.40}, which is not read here"
-            raise CheckpointError(place_of, what, f"known are {', '.join(_DTYPES)}")
+            what = (
+                f"{key[:200]!r} has the dtype {one.dtype:.40}, which this reader does not support"
+            )
+            raise CheckpointError(
+                place_of, what, f"save it with one of these dtypes: {', '.join(_DTYPES)}"
+            )
         slices = tuple((o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=False))
         place = Place(one.shape, slices, None)
         if len(chunk.offsets) != len(chunk.sizes) or place.problem():
-            raise CheckpointError(place_of, f"{key[:200]!r}: {place.problem()}", TAKE_ANOTHER)
+            problem = place.problem() or "a chunk has more offsets than sizes, or fewer"
+            raise CheckpointError(place_of, f"{key[:200]!r}: {problem}", TAKE_ANOTHER)
         size = math.prod(chunk.sizes) * _itemsize(one.dtype)
         if size > chunk.length or chunk.length > size + MOST_WRAPPING:
-            what = f"{key[:200]!r}: {chunk.length} bytes hold a chunk of {size}"
+            what = (
+                f"{key[:200]!r} has a chunk of {size} bytes, but {chunk.length} bytes are "
+                "stored for the chunk"
+            )
             raise CheckpointError(place_of, what, TAKE_ANOTHER)
         text = chunk.file.strip("_").partition("_")[0]
         owner = int(text) if text.isdecimal() and len(text) < 10 else 0
@@ -208,7 +218,10 @@ class DcpCheckpoint(Checkpoint):
             or tuple(tensor.shape) != shape
             or NAMES.get(tensor.dtype) != dtype
         ):
-            what = f"{entry.kind} {entry.name[:200]!r}: holds no {dtype} of {list(shape)}"
+            what = (
+                f"the stored object of {entry.kind} {entry.name[:200]!r} is not a tensor of "
+                f"{dtype} with shape {list(shape)}"
+            )
             raise CheckpointError(self.folder / entry.file, what, TAKE_ANOTHER)
         return bytes(bytes_of(tensor.contiguous()))
 
@@ -223,17 +236,22 @@ class DcpCheckpoint(Checkpoint):
                 # Before anything is unpacked: nothing is larger than it lies there.
                 sizes = [(i.compress_type, i.file_size > len(data)) for i in found.infolist()]
                 if any(kind != zipfile.ZIP_STORED or large for kind, large in sizes):
-                    raise zipfile.BadZipFile("it is packed, which torch's are not")
+                    raise zipfile.BadZipFile(
+                        "a member of the archive is compressed or too long, which torch never "
+                        "writes"
+                    )
                 wrong = found.testzip()
             if wrong is not None:
-                what = f"{where} were changed since they were written: {wrong} has another CRC-32"
+                what = (
+                    f"{where} were changed since they were written: the CRC-32 of {wrong} differs"
+                )
                 raise CheckpointError(path, what, TAKE_ANOTHER)
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except CheckpointError:
             raise
         except Exception as error:  # noqa: BLE001 - of two readers, for any bytes at all
             first = str(error).splitlines() or [type(error).__name__]
-            what = f"{where} are no tensor of torch's: {first[0]:.200}"
+            what = f"{where} are not an object that torch saved: {first[0]:.200}"
             raise CheckpointError(path, what, TAKE_ANOTHER) from None
 
     def verify(self) -> Iterator[CheckpointError]:
@@ -272,12 +290,13 @@ def find(path: Path) -> Path:
     try:
         found = folders.find(path)
     except OSError as error:
-        remedy = "name a checkpoint, or the folder of several"
-        raise NotCommitted(
-            path, f"holds no checkpoint: {error.strerror or 'none'}", remedy
-        ) from None
+        remedy = "name a checkpoint, or a folder that contains checkpoints"
+        what = (
+            f"this path holds no checkpoint{': ' if error.strerror else ''}{error.strerror or ''}"
+        )
+        raise NotCommitted(path, what, remedy) from None
     if not (found / folders.DCP).is_file():
-        what = f"has {folders.FULL}, which is one file of torch's and no folder of checkpoints"
+        what = f"the folder holds {folders.FULL}, a single file of torch, and no sharded checkpoint"
         raise NotCommitted(found, what, "load it with torch.load(weights_only=True)")
     return found
 
@@ -291,8 +310,8 @@ def _small(path: Path) -> bytes:
     """The whole content of a small file."""
     size = size_of(path)
     if size > metadata.MOST_BYTES:
-        what = f"has {size} bytes, this reader takes {metadata.MOST_BYTES}"
-        raise CheckpointError(path, what, "read it with torch, if you trust who wrote it")
+        what = f"the file has {size} bytes, but this reader accepts at most {metadata.MOST_BYTES}"
+        raise CheckpointError(path, what, "read the file with torch, if you trust its author")
     return read_small(path)
 
 

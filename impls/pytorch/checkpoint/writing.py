@@ -42,8 +42,11 @@ from shardproof.impls.reference.engine.optimizer import (
 def _require_one_copy(source: Checkpoint) -> None:
     for (kind, name), copies in source.copies.items():
         if kind in ("parameters", "optimizer") and len(copies) > 1:
-            what = f"has {len(copies)} copies of {name!r}, each a rank's own: dcp has one of a name"
-            raise CheckpointError(source.folder, what, "convert it to full or sharded")
+            what = (
+                f"the checkpoint has {len(copies)} different copies of {name!r}, one per rank, "
+                "but dcp stores one tensor per name"
+            )
+            raise CheckpointError(source.folder, what, "convert the checkpoint to full or sharded")
 
 
 def write_dcp(source: Checkpoint, root: Path) -> Path:
@@ -55,8 +58,8 @@ def write_dcp(source: Checkpoint, root: Path) -> Path:
     about = source.manifest.about
     folder = folders.folder(root, about.step)
     if folder.exists():
-        remedy = "name another folder, or remove that one"
-        raise CheckpointError(folder, f"holds step {about.step} already", remedy)
+        remedy = "name another folder, or remove this one"
+        raise CheckpointError(folder, f"this folder holds step {about.step} already", remedy)
     _require_one_copy(source)
     spec = spec_of(source)
     model = dict(parameters(source))
@@ -122,7 +125,7 @@ def spec_of(source: Checkpoint) -> OptimizerSpec:
     told = source.manifest.about.optimizer
     try:
         if told is None:
-            raise ValueError("the checkpoint does not describe it")
+            raise ValueError("the checkpoint does not describe the optimizer")
         given = {**told, "betas": tuple(told["betas"])}
         given["groups"] = tuple(GroupSpec(**group) for group in told["groups"])
         given["scaler"] = None if told["scaler"] is None else ScalerSpec(**told["scaler"])
@@ -130,8 +133,8 @@ def spec_of(source: Checkpoint) -> OptimizerSpec:
         dataclasses.replace(spec).kind  # noqa: B018 - an optimizer that there is
         return spec
     except (TypeError, ValueError, KeyError) as error:
-        what = f"its optimizer cannot be made: {error}"
-        raise CheckpointError(source.folder, what, "save it with this suite") from None
+        what = f"the optimizer of this checkpoint cannot be created: {error}"
+        raise CheckpointError(source.folder, what, "save the checkpoint with this suite") from None
 
 
 def settings(source: Checkpoint, spec: OptimizerSpec, model: dict[str, Tensor]) -> dict[str, Any]:

@@ -84,11 +84,15 @@ class TorchHybrid(TorchTensorParallel):
         """Calls and bytes of one step, summed over the axes."""
         facts = self.facts
         if facts.option("reshard_after_forward", False):
-            raise NoCostModel("reshard_after_forward: true gathers as the schedule goes")
+            raise NoCostModel(
+                "with reshard_after_forward: true the schedule decides how often units are "
+                "gathered, so no traffic is promised"
+            )
         if self.shards > 1 and len(self.stages.of(0)) > MOST_ACTIVE:
             raise NoCostModel(
-                f"more than {MOST_ACTIVE} stages a rank: torch frees and gathers them in turn "
-                "(pipelining/schedules.py, _add_unshard_reshard)"
+                f"a rank has more than {MOST_ACTIVE} stages: torch then frees and gathers "
+                "stages in turn (pipelining/schedules.py, _add_unshard_reshard), so no traffic "
+                "is promised"
             )
         return [
             *(super().flows() if self.ranks > 1 else self.norms()),

@@ -143,8 +143,8 @@ class FSDP2(_Upstream):
         name = self.recomputed(name for name, _ in self.units)
         if name is not None and self.ranks > 1:
             raise model.NoCostModel(
-                f"the unit {name!r} lies inside of a block that is computed again, and gathers "
-                "others ahead each time: no traffic is promised with prefetch_forward"
+                f"the unit {name!r} lies inside a recomputed block and gathers other units "
+                "ahead in each run of the block: no traffic is promised with prefetch_forward"
             )
 
     def flows(self) -> list[Flow]:
@@ -324,8 +324,8 @@ class FSDP1(_Upstream):
         name = self.recomputed(name for name, _ in self.flats)
         if name is not None:
             raise model.NoCostModel(
-                f"the unit {name!r} lies inside of a block that is computed again, not always "
-                "to its end: no traffic is promised"
+                f"the unit {name!r} lies inside a recomputed block, and the recomputation may "
+                "stop before the unit: no traffic is promised"
             )
 
     def reduced_bytes(self) -> list[int]:

@@ -37,8 +37,8 @@ def single_unit(recompute_every: int) -> None:
     at_least("recompute_every", recompute_every, 0)
     if recompute_every > 1:
         raise Refused(
-            f"option 'recompute_every' = {recompute_every}: torch's checkpoint wrapper holds one "
-            "unit; valid: 0, 1"
+            f"option 'recompute_every' = {recompute_every}: torch's checkpoint wrapper "
+            "recomputes each unit by itself; valid: 0, 1"
         )
 
 

@@ -127,7 +127,7 @@ def agree(
     told = together.all(tell)  # once, as a rule: training waits for it
     for other, one in enumerate(told):
         if one.step != told[0].step:
-            what = f"rank {other} saves step {one.step}, rank 0 step {told[0].step}"
+            what = f"rank {other} saves step {one.step}, but rank 0 saves step {told[0].step}"
             raise CheckpointError(root.path, what, "save on all ranks after the same step")
     assert told[0].attempt is not None
     name, root.branch = told[0].attempt
@@ -140,8 +140,11 @@ def agree(
     pieces = [piece for table in tables for piece in table or ()]
     writes = choose(pieces, from_rank0, root.path, state.apart)
     if len(writes) > MOST_TENSORS:
-        what = f"would have {len(writes)} tensors, readers take {MOST_TENSORS}"
-        raise CheckpointError(root.path, what, "save with fewer ranks or names")
+        what = (
+            f"the checkpoint would have {len(writes)} tensors, but readers accept at most "
+            f"{MOST_TENSORS}"
+        )
+        raise CheckpointError(root.path, what, "save fewer tensors, or with fewer ranks")
     return Agreed(root.path / name, writes, own or [], state.apart)
 
 
@@ -165,8 +168,8 @@ def require_writable(about: About, root: Path) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        what = f"values other than tensors have no form in JSON: {error}"
-        raise CheckpointError(root, what, "give numbers, texts, lists and mappings") from None
+        what = f"a value that is not a tensor cannot be written as JSON: {error}"
+        raise CheckpointError(root, what, "use only numbers, texts, lists and mappings") from None
 
 
 def choose(
@@ -211,8 +214,8 @@ def require_cover(kind: str, name: str, places: list[Place], file: Path) -> None
     except TooFine as error:
         problem = str(error)
     if problem or len({place.shape for place in places}) > 1:
-        what = f"{kind} {name[:200]!r}: {problem or 'its parts tell different shapes'}"
-        raise CheckpointError(file, what, "every element must lie in one piece of each copy")
+        what = f"{kind} {name[:200]!r}: {problem or 'its parts state different shapes'}"
+        raise CheckpointError(file, what, "each element must lie in exactly one piece of each copy")
 
 
 def held(one: Described, tensor: torch.Tensor, key: str = "") -> Held:

@@ -97,7 +97,7 @@ class Writer(threading.Thread):
             if self.failure is not None:
                 raise self.failure
             if self.copies is None:
-                what = "the copy of the state was interrupted"
+                what = "the copy of the state was interrupted, so nothing was saved"
                 raise CheckpointError(self.agreed.folder, what, "save again")
             saver.fill(self.copies, self.tensors, later=True)
             self.has_copied.set()
@@ -127,8 +127,13 @@ class Writer(threading.Thread):
             if not missing:
                 return [listed_in(path, self.agreed.id) for path in paths]
             if grown.stands_still():
-                what = f"did not appear, and nothing grew for {self.saver.patience:.0f} s"
-                raise CheckpointError(missing[0], what, "look at what ended that rank; save again")
+                what = (
+                    "this file did not appear, and no file of the checkpoint grew for "
+                    f"{self.saver.patience:.0f} s"
+                )
+                raise CheckpointError(
+                    missing[0], what, "find out what ended that rank, then save again"
+                )
         return []
 
     def result(self, event: threading.Event) -> None:
@@ -139,8 +144,8 @@ class Writer(threading.Thread):
         grown = Growth(self.agreed.folder, self.saver.patience)
         while not event.wait(1.0):
             if grown.stands_still():
-                what = f"nothing was written into it for {self.saver.patience:.0f} s"
-                raise CheckpointError(self.agreed.folder, what, "look at the disk; save again")
+                what = f"nothing was written into this folder for {self.saver.patience:.0f} s"
+                raise CheckpointError(self.agreed.folder, what, "check the disk, then save again")
         if self.failure is not None:
             raise self.failure
 

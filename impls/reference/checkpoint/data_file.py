@@ -205,11 +205,11 @@ def _head(path: Path, tensors: Sequence[Held], identity: dict[str, str]) -> byte
     for held in tensors:
         dtype = held.tensor.dtype
         if dtype not in NAMES:
-            what = f"{held.kind} {held.name!r} is of {dtype}, which the format cannot hold"
-            raise CheckpointError(path, what, f"keep one of {', '.join(map(str, NAMES))}")
+            what = f"{held.kind} {held.name!r} has the dtype {dtype}, which the format cannot store"
+            raise CheckpointError(path, what, f"use one of the dtypes {', '.join(map(str, NAMES))}")
         if held.key in header:
-            what = f"two tensors are called {held.key!r}"
-            raise CheckpointError(path, what, "give each piece of a rank a place of its own")
+            what = f"two tensors of this rank have the same name and place: {held.key!r}"
+            raise CheckpointError(path, what, "give each piece of a rank a different place")
         shape = list(held.place.own_shape)
         offsets = [at, at + held.bytes]
         header[held.key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": offsets}
@@ -239,16 +239,20 @@ def read_head(
         if len(offsets) != 2:
             raise one.wrong("data_offsets", "two numbers", offsets)
         if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype].itemsize:
-            raise one.wrong("data_offsets", f"as long as {dtype} of {list(shape)}", offsets)
+            raise one.wrong(
+                "data_offsets",
+                f"a range of {math.prod(shape) * DTYPES[dtype].itemsize} bytes",
+                offsets,
+            )
         found[key] = (dtype, shape, len(data) + offsets[0], len(data) + offsets[1])
     at = len(data)
     for key, (_, _, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
         if begin != at:
-            what = f"{key[:100]!r} begins at byte {begin}, not at {at}, where the one before ends"
+            what = f"{key[:100]!r} begins at byte {begin}, but the tensor before ends at byte {at}"
             raise CheckpointError(file, what, TAKE_ANOTHER)
         at = end
     if at != size:
-        what = f"has {size} bytes, its header describes {at}"
+        what = f"the file has {size} bytes, but its header describes {at}"
         raise CheckpointError(file, what, TAKE_ANOTHER)
     return found
 
@@ -260,6 +264,9 @@ def head_bytes(start: bytes, size: int, file: Path, most: int) -> int:
     """
     length = int.from_bytes(start, "little")
     if len(start) < _LENGTH or length > min(size - _LENGTH, most):
-        what = f"has {size} bytes, of which a header would take {length} (at most {most})"
+        what = (
+            f"the file has {size} bytes, but its header would have {length} (accepted: at most "
+            f"{most})"
+        )
         raise CheckpointError(file, what, TAKE_ANOTHER)
     return _LENGTH + length

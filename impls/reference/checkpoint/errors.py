@@ -6,15 +6,16 @@ import errno
 from pathlib import Path
 
 #: What to do about a file that is not as it was written.
-TAKE_ANOTHER = "load another checkpoint, or copy this one again from where it is whole"
-_ROOM = "make room there, or name another folder"
-_RIGHTS = "make it writable, or name another folder"
+TAKE_ANOTHER = "load another checkpoint, or copy this checkpoint again from an undamaged source"
+_ROOM = "free space on that disk, or name another folder"
+_RIGHTS = "make the path writable, or name another folder"
 _NAME = "a file stands where a folder must be: name another folder"
 #: What to do about what the system says.
 REMEDIES = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
-    errno.EFBIG: "save with more ranks, so that files are smaller, or on another file system",
+    errno.EFBIG: "save with more ranks, so that each file is smaller, or save on another file "
+    "system",
     errno.EACCES: _RIGHTS,
     errno.EPERM: _RIGHTS,
     errno.EROFS: _RIGHTS,
@@ -47,8 +48,8 @@ def told(error: Exception, place: Path) -> Failure:
     if isinstance(error, CheckpointError):
         return error.file, error.what, error.remedy
     if isinstance(error, OSError):
-        what = f"cannot be used: {error.strerror or error}"
-        remedy = REMEDIES.get(error.errno or 0, "look at that disk, or name another folder")
-        return str(error.filename or place), what, f"{remedy}; what was committed is untouched"
-    what = f"{type(error).__name__} came up: {error or 'without a word'}"
-    return str(place), what, "the traceback of that rank says where"
+        what = f"this path cannot be used: {error.strerror or error}"
+        remedy = REMEDIES.get(error.errno or 0, "check that disk, or name another folder")
+        return str(error.filename or place), what, f"{remedy}; committed checkpoints are unchanged"
+    what = f"{type(error).__name__} was raised: {error or '(no message)'}"
+    return str(place), what, "read the traceback of that rank"

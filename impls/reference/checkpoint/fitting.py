@@ -23,16 +23,24 @@ def _require_same_optimizer(system: Engine, checkpoint: Checkpoint) -> None:
     # Moments of another optimizer would be taken for this one's.
     saved, own = checkpoint.manifest.about.optimizer, system.spec.name
     if saved is not None and saved.get("name") != own:
-        what = f"was saved under {saved.get('name')!r:.40}, this system trains with {own!r}"
-        raise CheckpointError(checkpoint.folder, what, "train with the optimizer that saved it")
+        what = (
+            f"the checkpoint was saved with optimizer {saved.get('name')!r:.40}, but this "
+            f"system trains with {own!r}"
+        )
+        raise CheckpointError(checkpoint.folder, what, "train with the optimizer of the checkpoint")
 
 
 def _require_same_mesh(system: Engine, checkpoint: Checkpoint) -> None:
     about = checkpoint.manifest.about
     saved, own = (about.strategy, dict(about.mesh)), (system.strategy, dict(system.mesh.axes))
     if saved != own:
-        what = f"was saved by {saved[0]} on {saved[1]}, this is {own[0]} on {own[1]}"
-        remedy = "set up as it was saved, or allow it: option checkpoint: {reshape: true}"
+        what = (
+            f"the checkpoint was saved by {saved[0]} on {saved[1]}, but this system is {own[0]} "
+            f"on {own[1]}"
+        )
+        remedy = (
+            "use the strategy and mesh of the checkpoint, or set option checkpoint: {reshape: true}"
+        )
         raise CheckpointError(checkpoint.folder, what, remedy)
 
 
@@ -45,6 +53,9 @@ def _require_same_ranks(system: Engine, checkpoint: Checkpoint) -> None:
     names = [(kind, name) for kind, name in checkpoint.copies if kind == "parameters"]
     copies = max((len(checkpoint.copies[name]) for name in names), default=1)
     if copies > 1:
-        what = f"{copies} ranks that train alone saved it between two of their meetings"
-        remedy = "load it with as many of the same strategy, or save after a meeting"
+        what = (
+            f"the checkpoint was saved between two meetings of {copies} ranks that train alone, "
+            f"so it holds {copies} different models"
+        )
+        remedy = f"load it with the same strategy on {copies} ranks, or save after a meeting"
         raise CheckpointError(checkpoint.folder, what, remedy)

@@ -117,7 +117,10 @@ class Loading:
             ranks.all(self.fill)
         except CheckpointError as error:
             if whole:
-                what = f"{error.what}; it was whole just now, and this system has a part of it"
+                what = (
+                    f"{error.what}; the checkpoint was undamaged at the start of this load, and "
+                    "a part of it is loaded"
+                )
                 remedy = "set the system up again, and load another checkpoint"
                 raise CheckpointError(error.file, what, remedy) from error
             self.unmake()
@@ -204,7 +207,7 @@ class Loading:
         try:
             reads = self.checkpoint.plan(place_of(piece), name, piece.replica if own else 0)
         except ValueError as error:
-            what = f"{NOUNS[kind]} {piece.name!r} {error}"
+            what = f"{NOUNS[kind]} {piece.name!r}: {error}"
             raise self.sources.refusal(what, "build the model that was saved") from None
         return Want(piece.tensor, name, reads)
 
@@ -248,11 +251,13 @@ class Loading:
         if unknown:
             (kind, name), *others = unknown
             more = f" (and {len(others)} more)" if others else ""
-            what = f"has {NOUNS[kind]} {name!r}{more}, which this system does not have"
+            what = (
+                f"the checkpoint has {NOUNS[kind]} {name!r}{more}, which this system does not have"
+            )
             if (first := self.system.aliases.get(name)) is not None:
-                what += f": here it is tied to {first!r}"
+                what += f"; this system ties {name!r} to {first!r}"
             raise self.sources.refusal(
-                what, "build the model that was saved, and train the same of it"
+                what, "build the model that was saved, and train the same parameters"
             )
         return left_out
 
@@ -308,21 +313,30 @@ class Loading:
         about, system = self.checkpoint.manifest.about, self.system
         if self.left_out:
             shown = ", ".join(self.left_out[:4]) + (", ..." if len(self.left_out) > 4 else "")
-            yield f"state that has no place here was left out: {shown}"
+            yield (
+                "this system has no place for a part of the saved state, which was left out: "
+                f"{shown}"
+            )
         read = {want.name[1] for want in self.wants["rng"]}
         if self.has_same_ranks and (new := sorted(self.contents.generators().keys() - read)):
-            yield f"the state of {', '.join(new)} was not saved"
+            yield f"the checkpoint has no state for these generators: {', '.join(new)}"
         held = [("optimizer", piece.name) for piece in system.handle.outer_pieces()]
         if anew := sorted(outer_slots(held) - outer_slots(self.checkpoint.copies)):
-            yield f"{', '.join(anew)} of no parameter was saved: the outer optimizer starts again"
+            yield (
+                f"the checkpoint has no {' or '.join(anew)} of any parameter: the outer "
+                "optimizer starts without state"
+            )
         own: Mapping[str, Any] = self.contents.about({}).optimizer or {}
         for name, value in own.items():
             saved = (about.optimizer or {}).get(name)
             if plain(saved) != plain(value) and not (name == "scaler" and None in (saved, value)):
-                yield f"{name} was {plain(saved)} and is {plain(value)} here, which counts"
+                yield (
+                    f"{name} was {plain(saved)} at the save and is {plain(value)} here; the "
+                    "value of this system is used"
+                )
         if (about.scaler is None) != (system.scaler is None):
-            had, has = ("scaled", "not") if about.scaler is not None else ("not scaled", "")
-            yield f"losses were {had} when it was saved, and are {has or 'scaled'} here"
+            had, has = ("scaled", "not scaled") if about.scaler is not None else ("not scaled", "")
+            yield f"losses were {had} when the checkpoint was saved, and are {has or 'scaled'} here"
 
 
 def outer_slots(names: Iterable[Name]) -> set[str]:

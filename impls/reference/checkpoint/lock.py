@@ -61,14 +61,17 @@ class Lock:
                 return
             except FileExistsError:
                 self._remove_if_dead()
-        what = "is taken by one job after the other"
-        raise CheckpointError(self.path, what, "let one job save into this folder")
+        what = "other jobs took this lock again and again"
+        raise CheckpointError(self.path, what, "let only one job save into this folder")
 
     def require(self) -> None:
         """:raises CheckpointError: another job took the lock."""
         if self._owner() != self.own:
-            what = "is no longer this job's: another one took this job for dead, or removed it"
-            raise CheckpointError(self.path, what, "name another folder for one of the two")
+            what = (
+                "this lock no longer belongs to this job: another job assumed that this job had "
+                "ended, or removed the lock"
+            )
+            raise CheckpointError(self.path, what, "name another folder for one of the two jobs")
 
     def release(self) -> None:
         """Remove the lock file if this job owns it."""

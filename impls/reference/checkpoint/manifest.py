@@ -127,8 +127,13 @@ def read_manifest(data: bytes, file: Path) -> Manifest:
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT), fields.text("format"))
     if fields.number("version") != VERSION:
-        what = f"is of format version {fields.number('version')}, this reader knows {VERSION}"
-        raise CheckpointError(file, what, "read it with the version of the suite that wrote it")
+        what = (
+            f"the manifest has format version {fields.number('version')}, but this reader "
+            f"supports only {VERSION}"
+        )
+        raise CheckpointError(
+            file, what, "read the checkpoint with the version of the suite that wrote it"
+        )
     mesh = fields.mapping("mesh")
     if any(type(size) is not int or not 1 <= size <= 1 << 20 for size in mesh.values()):
         raise fields.wrong("mesh", "axes and their sizes", mesh)
@@ -143,7 +148,7 @@ def read_manifest(data: bytes, file: Path) -> Manifest:
     listed = [Fields(item, file, f"files[{at}].") for at, item in enumerate(items)]
     files = tuple(Listed(_safe(one), one.number("index_sum", 1 << 32)) for one in listed)
     if len({one.name for one in files}) < len(files):
-        raise CheckpointError(file, "lists one data file twice", TAKE_ANOTHER)
+        raise CheckpointError(file, "the manifest lists one data file twice", TAKE_ANOTHER)
     before = fields.items("before")
     if not all(isinstance(one, str) and _NAME.fullmatch(one) for one in before):
         raise fields.wrong("before", "a list of plain folder names", before)
@@ -197,8 +202,11 @@ def read_index(data: bytes, file: Path, identity: str) -> DataFile:
     """
     fields = Fields(unseal(data, file), file)
     if fields.text("id") != identity:
-        what = f"belongs to the checkpoint {fields.text('id')[:80]!r}, its manifest to {identity!r}"
-        raise CheckpointError(file, what, "put the file of this step and run back")
+        what = (
+            f"this file belongs to checkpoint {fields.text('id')[:80]!r}, but its manifest to "
+            f"{identity!r}"
+        )
+        raise CheckpointError(file, what, "restore the file that belongs to this run and this step")
     name = file.name.removesuffix(INDEX) + DATA
     if fields.text("file") != name:
         raise fields.wrong("file", repr(name), fields.text("file"))
@@ -208,12 +216,15 @@ def read_index(data: bytes, file: Path, identity: str) -> DataFile:
     for number, item in enumerate(fields.items("tensors")):
         entry = _entry(Fields(item, file, f"tensors[{number}]."), name, first)
         if entry.begin != at:
-            what = f"{entry.key[:100]!r} begins at byte {entry.begin}, not at {at}"
+            what = f"{entry.key[:100]!r} begins at byte {entry.begin}, but must begin at byte {at}"
             raise CheckpointError(file, what, TAKE_ANOTHER)
         at, first = entry.end, first + -(-(entry.end - entry.begin) // entry.chunk)
         entries.append(entry)
     if at != size or first != len(sums):
-        what = f"describes {at} bytes and {first} chunks, and says {size} and {len(sums)}"
+        what = (
+            f"the index lists {at} bytes and {first} chunks, but states {size} bytes and "
+            f"{len(sums)} checksums"
+        )
         raise CheckpointError(file, what, TAKE_ANOTHER)
     header_sum = fields.number("header_sum", 1 << 32)
     return DataFile(name, size, head, header_sum, sums, tuple(entries))

@@ -135,18 +135,21 @@ class Root:
             self.branch.seen = frozenset(one.path.name for one in committed)
         for one in committed:
             if one.run != self.branch.run:
-                what = f"is a checkpoint of another run ({one.run}), this one is {self.branch.run}"
+                what = (
+                    f"this checkpoint belongs to run {one.run}, but the saving run is "
+                    f"{self.branch.run}"
+                )
                 remedy = "name another folder, or load that checkpoint and resume from it"
                 raise CheckpointError(one.path, what, remedy)
             if one.path.name not in self.branch.seen:
-                what = "was saved by another job, which continues the same run"
-                remedy = "end one of the two, or name another folder for it"
+                what = "this checkpoint was saved by another job, which continues the same run"
+                remedy = "end one of the two jobs, or name another folder for one of them"
                 raise CheckpointError(one.path, what, remedy)
             if one.number == number or (one.step == step and one.path.name in self.branch.before):
-                what = f"holds step {one.step} of this run already"
+                what = f"this checkpoint already holds step {one.step} of this run"
                 remedy = "train on before you save again"
                 if number is not None:  # a copy, which nobody trains
-                    remedy = "name another folder for the copy, or remove that one"
+                    remedy = "name another folder for the copy, or remove this checkpoint"
                 raise CheckpointError(one.path, what, remedy)
 
     def commit(self, folder: Path, manifest: Manifest, keep: int | None) -> None:
@@ -172,7 +175,9 @@ class Root:
             self.lock.release()
         except OSError as error:
             file, what, remedy = told(error, self.path)
-            what = f"step {manifest.about.step} is committed, but an old one is still there: {what}"
+            what = (
+                f"step {manifest.about.step} is committed, but the cleanup after it failed: {what}"
+            )
             raise CheckpointError(file, what, remedy) from error
 
     def standing(self) -> tuple[str, ...]:

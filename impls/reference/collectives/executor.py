@@ -65,7 +65,7 @@ class Running:
         then: Callable[[], object] | None = None,
     ) -> None:
         if not data.is_contiguous():
-            raise ValueError("collectives take contiguous tensors")
+            raise ValueError("the tensor of a collective must be contiguous")
         self.rounds = list(made(rounds))
         self.data, self.comm, self.op = data.detach().view(-1), comm, op
         self.then = then

@@ -41,7 +41,7 @@ def rounds(rank: int, size: int, length: int, ranks_per_node: int) -> Iterator[R
     :raises ValueError: it is not.
     """
     if size % ranks_per_node:
-        raise ValueError(f"{size} ranks are no whole nodes of {ranks_per_node}")
+        raise ValueError(f"{size} ranks cannot be divided into nodes of {ranks_per_node} ranks")
     number, place = divmod(rank, ranks_per_node)
     node = range(number * ranks_per_node, (number + 1) * ranks_per_node)
     peers = range(place, size, ranks_per_node)  # at the same place in all nodes

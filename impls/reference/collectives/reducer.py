@@ -30,9 +30,10 @@ class ByAlgorithm(Reducer):
         option = self.chosen.all_reduce
         if isinstance(option, Hierarchical) and ranks % option.ranks_per_node:
             raise Refused(
-                f"option 'all_reduce' = hierarchical with ranks_per_node "
-                f"{option.ranks_per_node}: {ranks} ranks reduce together, which are no whole "
-                "nodes; take a divisor, or another algorithm (rabenseifner serves any number)"
+                "option 'all_reduce' = hierarchical with ranks_per_node "
+                f"{option.ranks_per_node}: the {ranks} ranks that reduce together cannot be "
+                f"divided into nodes of that size; set ranks_per_node to a divisor of {ranks}, "
+                "or choose another algorithm (rabenseifner works for any number)"
             )
 
     def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:

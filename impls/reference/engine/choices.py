@@ -74,9 +74,9 @@ class Followed:
     def follows(self) -> dict[str, str]:
         """The rules of the further state."""
         if not 0 <= self.average < 1:
-            raise Refused(f"option 'average' = {self.average:g}: a decay lies from 0 to below 1")
+            raise Refused(f"option 'average' must be at least 0 and below 1, not {self.average:g}")
         if self.decay_rate <= 0:
-            raise Refused(f"option 'decay_rate' = {self.decay_rate:g}: it must be above 0")
+            raise Refused(f"option 'decay_rate' must be above 0, not {self.decay_rate:g}")
         rules = {"average.*": average(self.average)} if self.average else {}
         if self.decay_rate != 1:
             rate = f"{Decimal(repr(float(self.decay_rate))):f}"  # all digits, and no exponent
@@ -110,8 +110,8 @@ class WholeParameters(Training):
         super().__post_init__()
         if self.offload == "parameters":
             raise Refused(
-                "option 'offload' = 'parameters': ZeRO-1 and ZeRO-2 compute with whole parameters "
-                "on every rank; valid here: none, optimizer"
+                "option 'offload' = 'parameters': ZeRO-1 and ZeRO-2 compute with whole "
+                "parameters on every rank; set offload to 'none' or 'optimizer'"
             )
 
 
@@ -207,15 +207,15 @@ class Compress:
         for name, none in usual.items():
             value = getattr(self, name)
             if name in needed and value is None:
-                example = f"write {name}: {EXAMPLES[name]}, for example"
+                example = f"write e.g. {name}: {EXAMPLES[name]}"
                 raise Refused(
-                    f"option 'compress.{name}' is missing: {self.method} needs it; {example}"
+                    f"option 'compress.{name}' is missing, but {self.method} needs it; {example}"
                 )
             if name not in needed and name not in more and value != none:
-                takes = ", ".join((*needed, *more)) or "nothing else"
-                self._refuse(name, f"{self.method} takes {takes}; leave it out")
+                takes = ", ".join((*needed, *more)) or "none of these options"
+                self._refuse(name, f"{self.method} uses {takes}; leave this option out")
         if self.density is not None and not 0 < self.density <= 1:
-            self._refuse("density", "the share of elements to send lies above 0, and is at most 1")
+            self._refuse("density", "the share of elements to send must be above 0 and at most 1")
         if self.rank is not None:
             at_least("compress.rank", self.rank, 1)
         at_least("compress.seed", self.seed, 0)
@@ -253,7 +253,8 @@ class Compressing:
 
 #: Why units by size are declined where a module is used for a while.
 IDLE = (
-    "a unit that no rank calls any more keeps what it owes; the emulator knows no units, sends it"
+    "a unit that no rank calls any more keeps its residual, but the emulator has no units and "
+    "sends it"
 )
 
 
@@ -272,19 +273,20 @@ def lossy(exact: Capabilities, options: Any) -> Capabilities:
     for name in ("all_reduce", "reduce_scatter"):
         if (algorithm := getattr(options, name, "backend")) != "backend":
             raise Refused(
-                f"option 'compress' with {name} = {algorithm!r}: what is compressed travels by "
-                "the backend's own collectives; leave one of the two out"
+                f"option 'compress' with {name} = {algorithm!r}: compressed gradients are sent "
+                f"by the backend's own collectives only; leave 'compress' or {name!r} out"
             )
     precision = getattr(options, "precision", Precision())
     if precision.parameters or precision.reduce:
         raise Refused(
             "option 'compress' with 'precision': gradients would be rounded before they are "
-            "compressed; leave one of the two out (method cast sums in another dtype)"
+            "compressed; leave 'compress' or 'precision' out (compress.method: cast sums in "
+            "another dtype)"
         )
     if getattr(options, "sharding_strategy", "") == "HYBRID_SHARD":
         raise Refused(
-            "option 'compress' with sharding_strategy 'HYBRID_SHARD': gradients are summed twice, "
-            "over shards and over replicas; take FULL_SHARD, SHARD_GRAD_OP or NO_SHARD"
+            "option 'compress' with sharding_strategy 'HYBRID_SHARD': gradients are summed "
+            "twice, over shards and over replicas; use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD"
         )
     emulates: Literal["step", "round"] = "round" if options.reduction.each_round else "step"
     exactness: Literal["bitwise", "lossy"] = (

@@ -280,7 +280,7 @@ class Engine(Following):
             rest = copy_pieces(self.held_pieces(kind), rest)
         if rest:
             place = rest[0].slices or rest[0].flat_range
-            raise ValueError(f"this rank holds no {kind} {rest[0].name!r} at {place}")
+            raise ValueError(f"this rank holds no tensor {rest[0].name!r} ({kind}) at {place}")
 
     def settle(self, kind: Kind) -> None:
         """Update everything derived from the pieces of ``kind``, whose values were loaded."""

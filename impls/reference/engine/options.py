@@ -63,7 +63,10 @@ def own_function(name: str, path: str) -> Callable[..., Any]:
     """
     found = own_thing(name, path)
     if not callable(found):
-        raise Refused(f"option {name!r} = {path!r}: is {found!r:.60}, which cannot be called")
+        raise Refused(
+            f"option {name!r} = {path!r}: {found!r:.60} cannot be called; name a function or a "
+            "class"
+        )
     return found
 
 
@@ -85,8 +88,9 @@ def own_function_of(
     except TypeError:
         shown = f"{getattr(found, '__name__', path)}{signature}"
         raise Refused(
-            f"option {name!r} = {path!r}: {shown}{written_at(found)} is called with "
-            f"({', '.join([*given, *(f'{word}=' for word in named)])}) and returns {gives}"
+            f"option {name!r} = {path!r}: {shown}{written_at(found)} does not accept the "
+            f"arguments ({', '.join([*given, *(f'{word}=' for word in named)])}), with which it "
+            f"is called; it must return {gives}"
         ) from None
     return found
 
@@ -143,9 +147,7 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     meant = _meant(value, map(str, choices)) if isinstance(value, str) else ""
     if len(choices) == sum(len(get_args(kind)) or 1 for kind in kinds):  # nothing but words
         valid = ", ".join(map(str, choices))
-        raise Refused(
-            f"option {name!r} = {as_yaml(value)} is no value of it; {meant}valid: {valid}"
-        )
+        raise Refused(f"option {name!r} = {as_yaml(value)} is not valid; {meant}valid: {valid}")
     names = {_kind_name(kind) for kind in kinds} | ({"int"} if float in kinds else set())
     wanted = " or ".join(sorted(names))
     message = f"option {name!r} must be of type {wanted}, not {as_yaml(value)}; {meant}"

@@ -57,15 +57,16 @@ class OwnLoop:
         if not torch.is_grad_enabled():
             if self.forwards:
                 raise RuntimeError(
-                    "a forward without gradients between the forward and the step of training: "
-                    "evaluate after step()"
+                    "the model was called without gradients between the forward and the step of "
+                    "training: evaluate after step()"
                 )
             [outputs] = system.handle.evaluate([lambda: self.forward(*inputs, **named)])
             return outputs
         if self.forwards == self.backwards:
             raise RuntimeError(
-                f"forward number {self.forwards + 1} of a step of {self.backwards}: call step() "
-                f"after the backward, or wrap(..., accumulate={self.forwards + 1})"
+                f"the model was called {self.forwards + 1} times in a step of {self.backwards} "
+                "micro-batches: call step() after the backward, or set wrap(..., "
+                f"accumulate={self.forwards + 1})"
             )
         if not self.forwards:
             self.begin_step()
@@ -92,9 +93,9 @@ class OwnLoop:
             return
         if self.forwards != self.backwards:
             raise RuntimeError(
-                f"a step has {self.backwards} forward and backward passes, but {self.forwards} "
-                "were made: ranks wait for the others' reductions, so make as many on each, or "
-                "set wrap(..., accumulate=...)"
+                f"a step needs {self.backwards} forward and backward passes, but "
+                f"{self.forwards} were made: the ranks wait for one another's reductions, so "
+                "make the same number on each, or set wrap(..., accumulate=...)"
             )
         if not self.backwards:  # a rank without data takes part as well
             self.begin_step()

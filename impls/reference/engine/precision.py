@@ -41,7 +41,7 @@ def dtype_named(option: str, name: object) -> torch.dtype:
     """The floating-point dtype called ``name``; :class:`Refused` with the valid ones otherwise."""
     if isinstance(name, str) and name in DTYPES:
         return DTYPES[name]
-    raise Refused(f"option {option!r} = {name!r} is no dtype; valid: {', '.join(DTYPES)}, null")
+    raise Refused(f"option {option!r} = {name!r} is not a dtype; valid: {', '.join(DTYPES)}, null")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class Precision:
                 raise Refused(
                     f"option 'precision.buffers': {name!r} ({type(part).__name__}) would have "
                     f"weights in {weights} and running statistics in {statistics}, which torch "
-                    f"refuses; {remedy or f'give {str(weights).removeprefix(_TORCH)}'}"
+                    "refuses; "
+                    f"{remedy or f'set precision.buffers to {str(weights).removeprefix(_TORCH)}'}"
                 )
 
     def cast_inputs(self, inputs: Tensor) -> Tensor:

@@ -50,15 +50,15 @@ def recompute_units(
     """
     if every > len(units):
         raise Refused(
-            f"option 'recompute_every' = {every}: the model has {len(units)} units; "
-            f"give 0 (never) to {len(units)}"
+            f"option 'recompute_every' = {every}: the model has {len(units)} units; valid: 0 "
+            f"(never) to {len(units)}"
         )
     if every:
         refuse_second_derivatives(
             module,
             f"option 'recompute_every' = {every}",
-            "what is computed again has no gradient of its own",
-            "give 0 (never)",
+            "a gradient that a forward takes cannot be recomputed",
+            "set recompute_every to 0 (never)",
         )
     groups = []
     for start in range(0, len(units), every) if every else ():
@@ -120,8 +120,9 @@ class Group:
         if call is None or call.reached != number:
             expected = self.names[call.reached] if call else self.names[0]
             raise _refused(
-                f"unit {self.names[number]!r} was called where {expected!r} was due: only units "
-                "that follow one another can be recomputed as one group; give 1"
+                f"unit {self.names[number]!r} was called, but unit {expected!r} was expected: "
+                "only units that run one after the other can be recomputed as one group; set "
+                "recompute_every to 1"
             )
         # Of tensors one check is enough: it compares whole activations, and calls keep their order.
         if number and not (self.chained and isinstance(call.output, Tensor)):
@@ -139,8 +140,8 @@ class Group:
         """
         if len(args) != 1 or kwargs or not alike(args[0], output, _cast):
             raise _refused(
-                f"unit {self.names[number]!r} was not called with what {self.names[number - 1]!r} "
-                "returned, as its one argument; give 1"
+                f"unit {self.names[number]!r} was not called with the output of "
+                f"{self.names[number - 1]!r} as its only argument; set recompute_every to 1"
             )
 
 
@@ -196,7 +197,7 @@ class Call:
         def unpack(_: None) -> Tensor:
             raise _refused(
                 f"{self.group.title} takes derivatives in its own forward, which cannot be "
-                "recomputed; give 0"
+                "recomputed; set recompute_every to 0"
             )
 
         return saved_tensors_hooks(pack, unpack)
@@ -208,7 +209,7 @@ class Call:
         if any(tensor._version != version for tensor, version in self.inputs):
             raise _refused(
                 f"the input of {names} was changed in place before its recomputation; change a "
-                "copy of it instead, or give 0"
+                "copy of the input instead, or set recompute_every to 0"
             )
         self.collected = []
         self.group.again = self
@@ -226,9 +227,9 @@ class Call:
         if again != self.saved:
             # Not refused: it may be a fault of this file's.
             raise RuntimeError(
-                f"recomputing {names} saved {len(again)} tensors, its forward {len(self.saved)}, "
-                "or others: what it computes must depend on its input, generators and buffers "
-                "only; otherwise set recompute_every to 0"
+                f"recomputing {names} saved {len(again)} tensors, but its forward saved "
+                f"{len(self.saved)}, or tensors of other shapes: its result must depend only on "
+                "its input, generators and buffers; otherwise set recompute_every to 0"
             )
 
     @contextmanager
@@ -309,6 +310,6 @@ def _refuse_global_draws(name: str, unit: nn.Module) -> None:
     for place, part in unit.named_modules(prefix=name):
         if isinstance(part, _DropoutNd) and part.p > 0:
             raise _refused(
-                f"{place!r} ({type(part).__name__}, p = {part.p}) draws from the global generator; "
-                "give it a generator of its own"
+                f"{place!r} ({type(part).__name__}, p = {part.p}) draws from the global "
+                "generator; give the module its own generator"
             )

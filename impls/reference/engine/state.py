@@ -53,7 +53,10 @@ def refuse_second_derivatives(module: nn.Module, asked: str, why: str, remedy: s
     for name, part in module.named_modules():
         if getattr(part, "differentiates", False):
             place = repr(name) if name else f"the model ({type(part).__name__})"
-            what = f"{place} takes a gradient in its forward (declined {SECOND_DERIVATIVE!r})"
+            what = (
+                f"{place} takes a gradient in its forward (trait {SECOND_DERIVATIVE!r}, which "
+                "is declined)"
+            )
             raise Refused(f"{asked}: {what}, but {why}; {remedy}")
 
 
@@ -68,16 +71,16 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         lacking = sorted(set(targets) - set(state))
         extra = sorted(set(state) - set(targets))
         raise ValueError(
-            f"state does not fit the module: lacks {lacking}, has extra {extra}; give one tensor "
-            "for each of its parameters and buffers, tied ones once, under the names of "
-            "named_parameters() and named_buffers()"
+            f"the state does not fit the module: it lacks {lacking} and has {extra} in "
+            "addition; give one tensor for each parameter and buffer of the module, tied "
+            "tensors once, under the names of named_parameters() and named_buffers()"
         )
     for name, target in targets.items():
         if target.shape != state[name].shape:
             raise ValueError(
-                f"{name!r} has shape {tuple(target.shape)}, the state has "
-                f"{tuple(state[name].shape)}: build the module with the sizes that the state was "
-                "made with"
+                f"{name!r} has shape {tuple(target.shape)} in the module, but "
+                f"{tuple(state[name].shape)} in the state: build the module with the sizes of "
+                "the state"
             )
         target.copy_(state[name])
 

@@ -41,8 +41,9 @@ class Summing:
             return reducer
         if spec.scaler is not None:
             raise Refused(
-                "option 'compress' with a loss scaler: what is kept of one step would have another "
-                "scale than the gradients of the next; leave one of the two out"
+                "option 'compress' with a loss scaler: the compression error kept from one step "
+                "would have another loss scale than the gradients of the next step; leave out "
+                "'compress' or the scaler"
             )
         place = 0
         for axis in along:

@@ -126,9 +126,10 @@ class ReferenceFSDP(Engine):
         missing = [axis for axis in wanted if axis not in mesh.axes]
         if missing:
             raise Refused(
-                f"option 'sharding_strategy' = {chosen.sharding_strategy!r} needs a mesh with axes "
-                f"{' and '.join(wanted)}, e.g. {{{', '.join(f'{axis}: 2' for axis in wanted)}}}; "
-                f"this one has {' and '.join(mesh.axes)}"
+                f"option 'sharding_strategy' = {chosen.sharding_strategy!r} needs a mesh with "
+                f"axes {' and '.join(wanted)}, e.g. "
+                f"{{{', '.join(f'{axis}: 2' for axis in wanted)}}}; this mesh has "
+                f"{' and '.join(mesh.axes)}"
             )
         comms = {axis: mesh.comm(axis) for axis in wanted}
         count = chosen.chunk_ranks
@@ -146,10 +147,10 @@ def neighbours(mesh: Mesh, count: int) -> Comm:
     """The group of ``count`` neighbours along the shard axis to which this rank belongs."""
     size = mesh.size("shard")
     if size % count:
-        divisors = [str(n) for n in range(2, size + 1) if size % n == 0] or ["none"]
+        divisors = [str(n) for n in range(2, size + 1) if size % n == 0]
         raise Refused(
             f"option 'reshard_after_forward' = {count} does not divide the {size} ranks of the "
-            f"shard axis; valid: true, false, {', '.join(divisors)}"
+            f"shard axis; valid: {', '.join(['true', 'false', *divisors])}"
         )
     axes: dict[str, int] = {}
     for axis, ranks in mesh.axes.items():

@@ -53,17 +53,21 @@ class Options(OfShards, OfWholes, Training, Compressing, Followed, Saved):
         if strategy == "NO_SHARD" and self.offload != "none":
             raise Refused(
                 f"option 'offload' = {self.offload!r} contradicts sharding_strategy NO_SHARD: "
-                "every rank would keep a whole copy on the host; valid here: none"
+                "every rank would keep a whole copy on the host; set offload to 'none'"
             )
         if strategy == "NO_SHARD" and reshard is not None:
-            raise Refused(f"{refusal} NO_SHARD, which has nothing to reshard; valid here: null")
+            raise Refused(
+                f"{refusal} NO_SHARD, which has nothing to reshard; set reshard_after_forward "
+                "to null"
+            )
         if strategy == "SHARD_GRAD_OP" and reshard not in (None, False):
             raise Refused(
-                f"{refusal} SHARD_GRAD_OP, which keeps parameters; valid here: false, null"
+                f"{refusal} SHARD_GRAD_OP, which keeps parameters; set reshard_after_forward to "
+                "false or null"
             )
         if strategy == "FULL_SHARD" and reshard is False:
             raise Refused(
-                f"{refusal} FULL_SHARD: SHARD_GRAD_OP is the strategy that keeps parameters"
+                f"{refusal} FULL_SHARD, which frees parameters; use SHARD_GRAD_OP to keep them"
             )
         if self.chunk_ranks is not None:
             at_least("reshard_after_forward", self.chunk_ranks, 2)

@@ -42,8 +42,9 @@ class Meets(Saved):
         at_least("every", self.every, 1)
         if self.checkpoint.format not in KEPT_APART:
             raise Refused(
-                f"option 'checkpoint.format' = {self.checkpoint.format!r}: it has one copy of what "
-                f"each rank has its own of; valid here: {', '.join(KEPT_APART)}"
+                f"option 'checkpoint.format' = {self.checkpoint.format!r}: this format holds "
+                "one copy of the state, but ranks that train alone hold different states; "
+                f"valid: {', '.join(KEPT_APART)}"
             )
 
     def after(self, step: int) -> bool:
@@ -129,8 +130,8 @@ class TrainsAlone(Engine):
         """
         if self.scaler is not None:
             raise Refused(
-                "save with a loss scaler: a checkpoint has one loss scale, and ranks that train "
-                "alone have one each; leave the scaler out"
+                "a system with a loss scaler cannot be saved: a checkpoint has one loss scale, "
+                "but ranks that train alone have one each; leave the scaler out"
             )
         return super().save(path, extra)
 
@@ -141,8 +142,9 @@ class TrainsAlone(Engine):
         """
         if kind in self.handle.apart:
             raise Refused(
-                f"full_state({kind!r}) after step {self.handle.step}: ranks train alone until they "
-                "meet, and what they hold differs; ask for parameters after a meeting"
+                f"full_state({kind!r}) after step {self.handle.step}: ranks train alone until "
+                "their next meeting, so they hold different values; ask for parameters after a "
+                "meeting"
             )
         return {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
 

@@ -125,7 +125,7 @@ class Consensus:
             votes = self.exchange(self.cast(step, metric, weight, asks))
         except Exception as error:  # a peer is gone: the backend says who
             error.add_note(
-                f"the vote on step {step} decided nothing; the best checkpoint before it is that "
+                f"the vote on step {step} was not counted; the best checkpoint so far is that "
                 f"of step {self.count.best_step}"
             )
             raise
@@ -151,8 +151,8 @@ class Consensus:
         steps = [vote.step for vote in votes]
         if len({*steps}) > 1:
             raise VotesDiffer(
-                f"ranks 0 to {len(steps) - 1} vote on steps {steps}: evaluate, and vote, after "
-                "the same steps on all ranks"
+                f"ranks 0 to {len(steps) - 1} vote on different steps, {steps}: evaluate and "
+                "vote after the same steps on all ranks"
             )
 
     def metric(self, votes: Sequence[Vote]) -> float:  # [4]
@@ -169,11 +169,17 @@ def check(rule: StopRule) -> None:
     at_least("patience", rule.patience, 0)
     at_least("budget", rule.budget, 0)
     if not 0 <= rule.min_delta < math.inf:
-        raise Refused(f"min_delta = {rule.min_delta!r}: a gain lies at 0 or above; write 0 for any")
+        raise Refused(
+            f"min_delta = {rule.min_delta!r}: the smallest gain must be a finite number of at "
+            "least 0; write 0 to count every gain"
+        )
     if rule.target is not None and not math.isfinite(rule.target):
-        raise Refused(f"target = {rule.target!r}: no metric reaches it; leave it out")
+        raise Refused(
+            f"target = {rule.target!r}: the target must be a finite number; leave the key out "
+            "to train without a target"
+        )
     if not (rule.patience or rule.budget or rule.target is not None):
         raise Refused(
-            "patience, budget and target are left out: only a rank that asks could end training; "
-            "give one, e.g. patience: 3"
+            "patience, budget and target are left out, so only a rank that asks to stop could "
+            "end training; set one of the three, e.g. patience: 3"
         )

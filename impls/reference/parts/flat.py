@@ -135,7 +135,9 @@ class FlatLayout:
     def shard_range(self, rank: int) -> tuple[int, int]:
         """First element of the shard of ``rank`` in the flat tensor, and the end of the shard."""
         if not 0 <= rank < self.shards:
-            raise ValueError(f"shard {rank} of a layout with shards 0 to {self.shards - 1}")
+            raise ValueError(
+                f"the layout has no shard {rank}, only the shards 0 to {self.shards - 1}"
+            )
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def shard(self, flat: Tensor, rank: int) -> Tensor:

@@ -79,7 +79,9 @@ class Turns:
     def check_progress(self) -> None:
         """Raise if every worker waits; the slowest one never has to."""
         if all(worker in self.waiting for worker in range(len(self.taken)) if self.lives(worker)):
-            raise RuntimeError(f"all workers wait for one another; turns taken: {self.taken}")
+            raise RuntimeError(
+                f"all workers wait for one another; turns that each worker has taken: {self.taken}"
+            )
 
     def lives(self, worker: int) -> bool:
         """Whether ``worker`` has another turn."""
@@ -160,8 +162,8 @@ def scripted(script: Sequence[int], workers: int) -> Iterator[int]:
     odd = [worker for worker in script if not 0 <= worker < workers]
     if odd:
         raise Refused(
-            f"option 'order' = {list(script)}: there is no worker {odd[0]} of {workers}; "
-            f"valid: 0 to {workers - 1}"
+            f"option 'order' = {list(script)}: worker {odd[0]} does not exist, there are "
+            f"{workers} workers; valid: 0 to {workers - 1}"
         )
     counts = [list(script).count(worker) for worker in range(workers)]
 

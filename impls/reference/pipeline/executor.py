@@ -146,7 +146,9 @@ class Executor:
                 output = self.loss(output, self.window[micro])
         if not isinstance(output, Tensor):
             kind = type(output).__name__
-            raise Refused(f"axis 'pipe': stage {stage} returned a {kind}; stages pass one tensor")
+            raise Refused(
+                f"axis 'pipe': stage {stage} returned a {kind}, but a stage must return one tensor"
+            )
         if stage == self.last:
             self.losses[micro] = output.detach()
         else:

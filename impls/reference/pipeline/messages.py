@@ -127,8 +127,8 @@ class Messages:
         shape, dtype = form
         if len(shape) > DIMENSIONS or dtype not in DTYPES:
             raise ValueError(
-                f"a stage gives {dtype} of {len(shape)} dimensions: between stages go tensors of "
-                f"floating point with at most {DIMENSIONS}"
+                f"a stage returned a tensor of {dtype} with {len(shape)} dimensions, but stages "
+                f"can send only floating-point tensors with at most {DIMENSIONS}"
             )
         encoded = self._blank()
         values = [DTYPES.index(dtype), len(shape), *shape]

@@ -45,8 +45,9 @@ class ScheduleOption:
         fixed = {"interleaved": self.chunks, "zb_v": 2, None: None}.get(self.name, 1)
         if self.chunks not in (None, fixed):
             raise Refused(
-                f"option 'schedule.chunks' = {self.chunks}: stages a rank are free with "
-                "'interleaved' only; zb_v has 2, the others 1, and 'orders' say their own"
+                f"option 'schedule.chunks' = {self.chunks}: the number of stages per rank can "
+                "be chosen for 'interleaved' only (zb_v has 2, the other schedules have 1, "
+                "'orders' define it); leave 'chunks' out"
             )
         if (self.name is None) == (not self.orders):
             raise Refused(
@@ -73,21 +74,23 @@ class ScheduleOption:
         last = max((action.stage for action in actions), default=0)
         if last >= len(place) or (not self.place and set(placed) != set(range(last + 1))):
             raise Refused(
-                f"option 'schedule.orders': stage {last} is the last one that is named, but "
+                f"option 'schedule.orders': the orders name stages up to {last}, but "
                 f"{'schedule.place has' if self.place else 'forwards are given for'} "
-                f"{len(place)} stages"
+                f"{len(place)} stages; both must name the stages 0 to {last}"
             )
         if any(not 0 <= rank < len(orders) for rank in place):
             raise Refused(
-                f"option 'schedule.place' = {list(place)}: there are orders for {len(orders)} ranks"
+                f"option 'schedule.place' = {list(place)}: there are orders for {len(orders)} "
+                f"ranks; valid: 0 to {len(orders) - 1}"
             )
         # Checked before the schedule is built: a slip of the finger (F100000000@0) must not make
         # something that takes all memory.
         micro_batches = 1 + max((action.micro for action in actions), default=0)
         if micro_batches > len(actions):
             raise Refused(
-                f"option 'schedule.orders': micro-batch {micro_batches - 1} is the last one that "
-                f"is named, but there are {len(actions)} actions"
+                "option 'schedule.orders': the orders name micro-batches up to "
+                f"{micro_batches - 1}, which need {micro_batches} actions or more, but there "
+                f"are only {len(actions)}"
             )
         own = Schedule("own", micro_batches, place, orders)
         return own if any(a.op in MESSAGES for a in actions) else with_messages(own)
@@ -126,12 +129,13 @@ class ScheduleOption:
         own = self.own
         if own.ranks != ranks:
             raise Refused(
-                f"option 'schedule.orders' is for {own.ranks} ranks, the axis 'pipe' has {ranks}: "
-                "give an order for each rank of the axis"
+                f"option 'schedule.orders' is for {own.ranks} ranks, but the axis 'pipe' has "
+                f"{ranks}: give an order for each rank of the axis"
             )
         if own.micro_batches != micro_batches:
             raise Refused(
-                f"option 'schedule.orders' is for {own.micro_batches} micro-batches, "
-                f"a window has {micro_batches}: name every micro-batch of a window, from 0 on"
+                f"option 'schedule.orders' is for {own.micro_batches} micro-batches, but a "
+                f"window has {micro_batches}: name every micro-batch of a window, from 0 to "
+                f"{micro_batches - 1}"
             )
         return own

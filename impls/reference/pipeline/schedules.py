@@ -69,9 +69,10 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
     """
     if micro_batches % ranks:
         raise Refused(
-            f"option 'schedule': interleaved takes groups of {ranks} micro-batches, one for each "
-            f"rank of the pipe axis: {micro_batches} micro-batches are no multiple of it; take "
-            f"{ranks * -(-micro_batches // ranks)}, or a schedule that takes any, e.g. 1f1b"
+            f"option 'schedule': interleaved needs a multiple of {ranks} micro-batches, the "
+            f"size of the axis 'pipe', not {micro_batches}; use "
+            f"{ranks * -(-micro_batches // ranks)} micro-batches, or a schedule that accepts "
+            "any number, e.g. 1f1b"
         )
     total = micro_batches * chunks
 

@@ -44,15 +44,15 @@ def cut(units: int, stages: int, split: Sequence[int] = ()) -> list[tuple[int, i
     """
     if stages > units:
         raise Refused(
-            f"{stages} stages for a model of {units} units: a stage is one unit at least; take "
-            "fewer ranks on the axis 'pipe' or fewer chunks a rank"
+            f"the pipeline has {stages} stages, but the model has only {units} units, and each "
+            "stage needs one; use fewer ranks on the axis 'pipe' or fewer chunks per rank"
         )
     small, larger = divmod(units, stages)
     sizes = list(split) or [small + 1] * larger + [small] * (stages - larger)
     if len(sizes) != stages or sum(sizes) != units or min(sizes) < 1:
         raise Refused(
             f"option 'split' = {sizes}: there are {stages} stages and {units} units; give "
-            f"{stages} numbers from 1 on whose sum is {units}"
+            f"{stages} numbers of at least 1 that add up to {units}"
         )
     ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]

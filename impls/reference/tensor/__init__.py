@@ -83,7 +83,7 @@ from shardproof.impls.reference.tensor.layers import Classes, SplitLayer
 from shardproof.impls.reference.tensor.loss import cross_entropy
 from shardproof.impls.reference.tensor.split_rules import split_layers
 
-_WHOLE_SEQUENCE = "under option 'sequence_parallel' no rank sees a whole sequence here: "
+_WHOLE_SEQUENCE = "with option 'sequence_parallel' no rank has a whole sequence here, but "
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Options(Saved):
         """
         if self.loss_parallel and build.cross_entropy is None:
             raise Refused(
-                "option 'loss_parallel' = True: this workload's loss is no cross-entropy, so it "
-                "takes whole outputs; valid here: false, null"
+                "option 'loss_parallel' = True: this workload's loss is not a cross-entropy, so "
+                "it needs whole outputs; set loss_parallel to false or null"
             )
         wanted = build.cross_entropy is not None
         return self if self.loss_parallel is not None else replace(self, loss_parallel=wanted)
@@ -144,7 +144,10 @@ class TensorParallel(Handle):
             for leaf, cut in layer.cuts.items():
                 name = first[id(layer.module.get_parameter(leaf))]  # a tied one's first
                 if split.setdefault(name, cut) != cut:
-                    raise Refused(f"{name!r} is tied to {layer.name!r}, which is split otherwise")
+                    raise Refused(
+                        f"{name!r} is tied to {layer.name!r}, but the two are split in "
+                        "different ways"
+                    )
             if isinstance(layer, Classes):
                 self.output = layer
         self.cuts |= split
@@ -312,8 +315,8 @@ class ReferenceTensor(Engine):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """The ``tensor`` profile; under sequence parallelism, no module may need all positions."""
         declines = {
-            "rebound_buffer": "its mean is over all positions",
-            "dropout_stateful": "its draws are for all positions",
+            "rebound_buffer": "the module's mean is over all positions",
+            "dropout_stateful": "the module draws for all positions",
         }
         is_sequence = parse_options(Options, options).sequence_parallel
         refused = {n: _WHOLE_SEQUENCE + why for n, why in declines.items() if is_sequence}

@@ -51,7 +51,7 @@ def classes(name: str, size: int, comm: Comm) -> tuple[Block, ...]:
     part = share(size, comm.size)
     if part * (comm.size - 1) >= size:
         fits = [n for n in _upto(size) if share(size, n) * (n - 1) < size]
-        raise refused(name, f"{size} rows, which leave a rank without any", comm, fits)
+        raise refused(name, f"{size} rows (each rank needs at least one)", comm, fits)
     return (Block(comm.rank * part, min((comm.rank + 1) * part, size)),)
 
 
@@ -93,8 +93,8 @@ def refused(name: str, what: str, comm: Comm, valid: Iterable[int]) -> Refused:
     """The error that ``name`` with ``what`` cannot be split over ``comm``; ``valid`` can."""
     sizes = ", ".join(map(str, valid))
     return Refused(
-        f"mesh axis {comm.axis!r} = {comm.size}: {name!r} has {what}, which that number of ranks "
-        f"cannot share; valid: {sizes}"
+        f"mesh axis {comm.axis!r} = {comm.size}: {name!r} has {what}, which cannot be divided among "
+        f"{comm.size} ranks; valid: {sizes}"
     )
 
 

@@ -130,8 +130,8 @@ class RowParallelLinear(_Split):
         if inputs.shape[-1] != self.own:
             raise ValueError(
                 f"RowParallelLinear({self.in_features}, {self.out_features}) over "
-                f"{self.group.size} ranks takes {self.own} features a rank, not "
-                f"{inputs.shape[-1]}: put it behind a ColumnParallelLinear without "
+                f"{self.group.size} ranks expects {self.own} features per rank, not "
+                f"{inputs.shape[-1]}: put the layer behind a ColumnParallelLinear without "
                 "gather_output, or set input_is_split=False"
             )
         whole = f_bar(F.linear(inputs, self.weight), self.group)

@@ -52,13 +52,13 @@ def split_layers(
     lacking = [repr(name) for role, name in NEEDED.items() if role not in given]
     if lacking and not given.intersection(SPLIT_OUTPUTS):
         raise Refused(
-            f"strategy 'tensor' splits a Transformer's embedding, blocks and head; this model "
-            f"has no {', '.join(lacking)}: run it with mesh axis 'tensor' = 1"
+            "strategy 'tensor' splits a Transformer's embedding, blocks and head, but this "
+            f"model has no {', '.join(lacking)}: run this model with mesh axis 'tensor' = 1"
         )
     if given.intersection(SPLIT_OUTPUTS) and "row" not in given:
         raise Refused(
-            "strategy 'tensor': roles name layers that are split by columns, but none by rows "
-            "behind them, which puts their outputs together: give one the role 'row'"
+            "strategy 'tensor': roles split layers by columns, but no layer behind them by "
+            "rows, which adds their outputs up: give a later layer the role 'row'"
         )
     layers: list[SplitLayer] = []
     for name, part in module.named_modules():
@@ -82,7 +82,7 @@ def split_layers(
             layers.append(Placed(*this))
         elif sequence_parallel and getattr(part, "whole_sequence", False):
             raise Refused(
-                f"option 'sequence_parallel' = True: {name!r} goes along all positions, of which a "
-                "rank has a part; set it to False"
+                f"option 'sequence_parallel' = True: {name!r} needs all positions, but a rank "
+                "has only a part of them; set sequence_parallel to False"
             )
     return layers

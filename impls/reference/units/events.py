@@ -116,8 +116,9 @@ class UnitEvents:
         given, copies = self.given.pop(unit.number, (Inputs(()), None))
         if copies is not None and copies.changed():
             raise RuntimeError(
-                f"unit {unit.name!r} changed a list, dictionary or dataclass that it was given, "
-                "which was a copy: its caller does not see that; return what it makes instead"
+                f"unit {unit.name!r} changed a list, dictionary or dataclass that it was given: "
+                "this was a copy, so the unit's caller does not see the change; return the new "
+                "value instead"
             )
         for tensor in tensors_in(out):
             if tensor.requires_grad and not given.hand_on(tensor):
@@ -132,9 +133,9 @@ class UnitEvents:
         """A backward has completed the gradient of ``parameter``."""
         if unit not in self.running:
             raise RuntimeError(
-                f"{name!r} received a gradient while its unit {unit.name!r} had no backward under "
-                "way: a micro-batch is one forward and one backward; checkpoint with "
-                "use_reentrant=False or option 'recompute_every'"
+                f"{name!r} received a gradient outside of a backward of its unit {unit.name!r}: "
+                "a micro-batch must be one forward and one backward; checkpoint activations "
+                "with use_reentrant=False or option 'recompute_every'"
             )
         assert parameter.grad is not None
         self.listener.gradient_arrived(flat, name, parameter.grad)

@@ -48,7 +48,7 @@ class Wrap:
     def __post_init__(self) -> None:
         given = [name for name, value in vars(self).items() if value is not None]
         if len(given) > 1:
-            raise Refused(f"option 'wrap' takes one policy, not {' and '.join(given)}")
+            raise Refused(f"option 'wrap' accepts one policy, not {' and '.join(given)}")
         if self.minimum_parameters is not None:
             at_least("wrap.minimum_parameters", self.minimum_parameters, 1)
 
@@ -57,7 +57,7 @@ class Wrap:
         """Traits for which a unit of this policy may be gathered by only some ranks."""
         if self.minimum_parameters is None:
             return {}
-        reason = "wrap.minimum_parameters makes a unit of a branch that other ranks do not take"
+        reason = "wrap.minimum_parameters can make a unit of a branch that other ranks do not run"
         return dict.fromkeys(_BRANCHES, reason)
 
 
@@ -125,8 +125,8 @@ def _of_size(module: nn.Module, names: Sequence[str], least: int) -> list[str]:
             default=0,
         )
         raise Refused(
-            f"option 'wrap.minimum_parameters' = {least} matches no module; the largest that could "
-            f"be a unit holds {largest}"
+            f"option 'wrap.minimum_parameters' = {least} matches no module: the largest "
+            f"possible unit has {largest} parameters; set a value of at most {largest}"
         )
     return [name for name in names if name in chosen]
 

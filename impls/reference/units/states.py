@@ -32,7 +32,7 @@ class Stateful(Generic[S]):
             names = ", ".join(str(other.value) for other in allowed)
             raise IllegalTransition(
                 f"{self.what} are {self.state.value}, so they cannot become {state.value}; "
-                f"next may be: {names}"
+                f"valid next states: {names}"
             )
         self.state = state
 
@@ -40,5 +40,5 @@ class Stateful(Generic[S]):
         """:class:`IllegalTransition` unless this is ``state``, which ``action`` needs."""
         if self.state is not state:
             raise IllegalTransition(
-                f"{self.what} are {self.state.value}: {action} needs {state.value} ones"
+                f"{self.what} are {self.state.value}, but {action} needs {state.value} ones"
             )

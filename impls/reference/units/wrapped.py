@@ -37,7 +37,9 @@ GATHER, GATHER_CHUNKS, REDUCE = range(3)
 
 
 #: What strategies that shard parameters decline, and why.
-DECLINES = {SECOND_DERIVATIVE: "a unit is whole for one forward and one backward"}
+DECLINES = {
+    SECOND_DERIVATIVE: "the parameters of a unit are gathered for one forward and one backward only"
+}
 
 
 class WrappedModel(ShardedModel, Listener):
@@ -62,7 +64,7 @@ class WrappedModel(ShardedModel, Listener):
             module,
             "sharded parameters",
             DECLINES[SECOND_DERIVATIVE],
-            "take a strategy that keeps parameters whole (ddp, zero1, zero2)",
+            "use a strategy that keeps parameters whole (ddp, zero1, zero2)",
         )
         super().__init__(module, comms, plan, precision, context)
         self.chunks = chunks

@@ -107,13 +107,19 @@ class Checkpoint:
             data = read_small(path)
             self.metadata_bytes += len(data)
             if crc32(data) != listed.index_sum:
-                what = "is not the index that the manifest lists: of another save, or changed"
+                what = (
+                    "this is not the index that the manifest lists: it is from another save, or "
+                    "was changed"
+                )
                 raise CheckpointError(path, what, TAKE_ANOTHER)
             index = read_index(data, path, self.manifest.id)
             tensors, sums = tensors + len(index.entries), sums + 4 * len(index.sums)
             if tensors > MOST_TENSORS or sums > MOST_SUM_BYTES:
-                what = f"lists over {MOST_TENSORS} tensors or {MOST_SUM_BYTES} bytes of checksums"
-                raise CheckpointError(self.folder / MANIFEST, what, "save with fewer names")
+                what = (
+                    f"the checkpoint lists more than {MOST_TENSORS} tensors or {MOST_SUM_BYTES} "
+                    "bytes of checksums"
+                )
+                raise CheckpointError(self.folder / MANIFEST, what, "save fewer tensors")
             self.files[index.name] = index
             self._check_head(index)
 
@@ -123,15 +129,23 @@ class Checkpoint:
         file = self._file(index.name)
         size = os.fstat(file).st_size
         if size != index.bytes:
-            what = f"has {size} bytes, {index.bytes} were written: cut off, or another file"
+            what = (
+                f"the file has {size} bytes, but {index.bytes} were written: it was cut off, or "
+                "replaced"
+            )
             raise CheckpointError(path, what, TAKE_ANOTHER)
         if not 8 <= index.header_bytes <= min(size, MOST_BYTES):
-            what = f"has a header of {index.header_bytes} bytes"
+            what = (
+                f"the index states a header of {index.header_bytes} bytes, which this file "
+                "cannot have"
+            )
             raise CheckpointError(path, what, TAKE_ANOTHER)
         head = exactly(file, path, 0, index.header_bytes)
         self.metadata_bytes += len(head)
         if crc32(head) != index.header_sum:
-            raise CheckpointError(path, "its header was changed since it was written", TAKE_ANOTHER)
+            raise CheckpointError(
+                path, "the header of this file was changed since it was written", TAKE_ANOTHER
+            )
 
     def _file(self, name: str) -> int:
         """The open data file; only a few are open at once, because a process may have few."""
@@ -272,12 +286,19 @@ class Checkpoint:
         path = self.folder / file.name
         data = exactly(self._file(file.name), path, 0, file.header_bytes)
         if head_bytes(data[:8], file.bytes, path, MOST_BYTES) != file.header_bytes:
-            raise CheckpointError(path, "its header is not as long as the index says", TAKE_ANOTHER)
+            raise CheckpointError(
+                path,
+                "the header of this file does not have the length that the index states",
+                TAKE_ANOTHER,
+            )
         found = read_head(data, file.bytes, path)
         told = {e.key: (e.dtype, e.place.own_shape, e.begin, e.end) for e in file.entries}
         for key in sorted(found.keys() | told.keys()):
             if found.get(key) != told.get(key):
-                what = f"{key[:200]!r}: header {found.get(key)}, index {told.get(key)}"
+                what = (
+                    f"{key[:200]!r}: the header states {found.get(key)}, but the index states "
+                    f"{told.get(key)}"
+                )
                 raise CheckpointError(path, what, TAKE_ANOTHER)
 
     def close(self) -> None:
@@ -299,23 +320,31 @@ def find(path: Path) -> Path:
     :raises NotCommitted: there is none.
     """
     if not path.is_dir():
-        raise NotCommitted(path, "is no folder", "name a checkpoint, or the folder of several")
+        raise NotCommitted(
+            path,
+            "this path is not a folder",
+            "name a checkpoint, or a folder that contains checkpoints",
+        )
     if (path / MANIFEST).exists():
         if path.is_symlink():
-            raise NotCommitted(path, "is a link, which is not followed", TAKE_ANOTHER)
+            raise NotCommitted(
+                path, "this path is a link, and links are not followed", TAKE_ANOTHER
+            )
         return path
     try:
         folder = newest(path)
         torn = [one.path.name for one in folders(path)]
     except OSError as error:
-        what = f"cannot be read: {error.strerror}"
+        what = f"this folder cannot be read: {error.strerror}"
         raise NotCommitted(path, what, "name a folder that you may read") from None
     if folder is not None:
         return folder
     if torn or (path / PART).exists() or any(path.glob("*" + DATA)):
-        what = f"has no {MANIFEST}: the save was cut short, so this is no checkpoint"
-        raise NotCommitted(path, what, "load one that was committed before, or save again")
-    raise NotCommitted(path, "holds no checkpoint", "name a folder that a save was given")
+        what = f"this folder has no {MANIFEST}: the save was cut short, so there is no checkpoint"
+        raise NotCommitted(path, what, "load a checkpoint that was committed before, or save again")
+    raise NotCommitted(
+        path, "this folder holds no checkpoint", "name the folder into which checkpoints were saved"
+    )
 
 
 def _scatter(memory: Any, read: Read, begin: int, block: Any) -> None:

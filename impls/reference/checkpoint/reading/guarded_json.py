@@ -46,7 +46,10 @@ def unseal(data: bytes, file: Path) -> dict[str, Any]:
     """
     body, mark, rest = data.rpartition(SEAL)
     if not mark or rest != str(zlib.crc32(body)).encode() + b"}\n":
-        what = "has not the checksum that it ends with: cut off, or changed since it was written"
+        what = (
+            "the file does not match the checksum at its end: it was cut off, or changed since "
+            "it was written"
+        )
         raise CheckpointError(file, what, TAKE_ANOTHER)
     return parse(body + b"}", file)
 
@@ -57,11 +60,11 @@ def require_bounds(data: bytes, file: Path) -> None:
     :raises CheckpointError: too many bytes or values.
     """
     if len(data) > MOST_BYTES:
-        what = f"has {len(data)} bytes of JSON, over {MOST_BYTES}"
-        raise CheckpointError(file, what, "save with more ranks or fewer names; " + TAKE_ANOTHER)
+        what = f"the file has {len(data)} bytes of JSON, but at most {MOST_BYTES} are allowed"
+        raise CheckpointError(file, what, "save with more ranks or fewer tensors; " + TAKE_ANOTHER)
     if sum(map(data.count, (b",", b"[", b"{", b":"))) > 2 * MOST_VALUES:
-        what = f"has over {MOST_VALUES} values of JSON"
-        raise CheckpointError(file, what, "save with more ranks or fewer names; " + TAKE_ANOTHER)
+        what = f"the file has more than {MOST_VALUES} values of JSON"
+        raise CheckpointError(file, what, "save with more ranks or fewer tensors; " + TAKE_ANOTHER)
 
 
 def parse(data: bytes, file: Path) -> dict[str, Any]:
@@ -73,11 +76,15 @@ def parse(data: bytes, file: Path) -> dict[str, Any]:
     try:
         found = json.loads(data, object_pairs_hook=_unique)
     except RecursionError:
-        raise CheckpointError(file, "is nested too deeply", TAKE_ANOTHER) from None
+        raise CheckpointError(
+            file, "the JSON of this file is nested too deeply", TAKE_ANOTHER
+        ) from None
     except ValueError as error:  # UnicodeDecodeError is one
-        raise CheckpointError(file, f"is no JSON: {str(error)[:200]}", TAKE_ANOTHER) from None
+        raise CheckpointError(
+            file, f"this file is not JSON: {str(error)[:200]}", TAKE_ANOTHER
+        ) from None
     if not isinstance(found, dict):
-        raise CheckpointError(file, "is no mapping", TAKE_ANOTHER)
+        raise CheckpointError(file, "the JSON of this file is not a mapping", TAKE_ANOTHER)
     return found
 
 
@@ -85,7 +92,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = max(Counter(name for name, _ in pairs).items(), key=lambda item: item[1])[0]
-        raise ValueError(f"the name {twice[:80]!r} stands there twice")
+        raise ValueError(f"the name {twice[:80]!r} occurs twice")
     return found
 
 
@@ -100,8 +107,8 @@ class Fields:
 
     def wrong(self, name: str, wanted: str, value: object) -> CheckpointError:
         """The error that field ``name`` should be ``wanted``."""
-        where = f"{self.place}{name}" or "the whole"
-        what = f"{where} is {repr(value)[:80]}, not {wanted}"
+        where = f"{self.place}{name}" or "the content"
+        what = f"{where} must be {wanted}, not {repr(value)[:80]}"
         return CheckpointError(self.file, what, TAKE_ANOTHER)
 
     def text(self, name: str, most: int = 1000) -> str:

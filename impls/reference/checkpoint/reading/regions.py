@@ -76,7 +76,7 @@ class Place(NamedTuple):
                 0 <= start <= stop <= size
                 for (start, stop), size in zip(bounds, self.shape, strict=True)
             )
-        return "" if fits else f"{self} is no part of a tensor of shape {list(self.shape)}"
+        return "" if fits else f"{self} is not a part of a tensor of shape {list(self.shape)}"
 
 
 class Runs(NamedTuple):
@@ -109,7 +109,10 @@ def runs_of(place: Place) -> Runs:
         length, base = (stop - start) * stride, start * stride
         stride *= shape[dim]
     if math.prod(stop - start for start, stop in slices[:dim]) > MOST_RUNS:
-        raise TooFine(f"{place} of {list(shape)} is cut into over {MOST_RUNS} runs of {length}")
+        raise TooFine(
+            f"{place} of a tensor of shape {list(shape)} consists of more than {MOST_RUNS} runs "
+            f"of {length} elements"
+        )
     starts = numpy.array([base], numpy.int64)
     for outer in reversed(range(dim)):
         start, stop = slices[outer]
@@ -139,7 +142,7 @@ def shared(first: Runs, second: Runs) -> Shared:
     counts = numpy.maximum(high - low, 0)
     total = int(counts.sum())
     if total > MOST_RUNS:
-        raise TooFine(f"two layouts share over {MOST_RUNS} runs")
+        raise TooFine(f"two layouts have more than {MOST_RUNS} runs of elements in common")
     i = numpy.repeat(numpy.arange(len(a)), counts)
     before = numpy.repeat(numpy.cumsum(counts) - counts, counts)
     j = numpy.repeat(low, counts) + numpy.arange(total) - before
@@ -157,7 +160,7 @@ def hole_or_overlap(places: list[Place]) -> str:
         return ""
     found = [runs_of(place) for place in places]
     if sum(len(runs.starts) for runs in found) > 4 * MOST_RUNS:
-        raise TooFine(f"{len(places)} parts are over {4 * MOST_RUNS} runs")
+        raise TooFine(f"{len(places)} parts consist of more than {4 * MOST_RUNS} runs of elements")
     starts = numpy.concatenate([runs.starts for runs in found])
     lengths = numpy.concatenate([numpy.full(len(r.starts), r.length) for r in found])
     order = numpy.argsort(starts, kind="stable")

@@ -58,7 +58,10 @@ def plan(wanted: Place, stored: Iterable[Entry]) -> list[Read]:
     own = runs_of(wanted)
     for entry in stored:
         if entry.place.shape != wanted.shape:
-            raise ValueError(f"has shape {list(entry.place.shape)}, not {list(wanted.shape)}")
+            raise ValueError(
+                f"its shape is {list(entry.place.shape)} in the checkpoint, but "
+                f"{list(wanted.shape)} here"
+            )
         parts = shared(runs_of(entry.place), own)
         if len(parts.lengths):
             size = DTYPES[entry.dtype].itemsize

@@ -20,13 +20,13 @@ def open_regular(path: Path) -> int:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = os.open(path, flags)
     except FileNotFoundError:
-        raise CheckpointError(path, "is missing", TAKE_ANOTHER) from None
+        raise CheckpointError(path, "this file is missing", TAKE_ANOTHER) from None
     except (OSError, ValueError) as error:  # a link is ELOOP
         why = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(path, f"cannot be opened: {why}", TAKE_ANOTHER) from None
+        raise CheckpointError(path, f"this file cannot be opened: {why}", TAKE_ANOTHER) from None
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise CheckpointError(path, "is no regular file", TAKE_ANOTHER)
+        raise CheckpointError(path, "this path is not a regular file", TAKE_ANOTHER)
     return file
 
 
@@ -50,7 +50,7 @@ def read_small(path: Path) -> bytes:
     file = open_regular(path)
     try:
         if os.fstat(file).st_size > MOST_BYTES:
-            raise CheckpointError(path, f"has over {MOST_BYTES} bytes", TAKE_ANOTHER)
+            raise CheckpointError(path, f"the file has more than {MOST_BYTES} bytes", TAKE_ANOTHER)
         return exactly(file, path, 0, os.fstat(file).st_size)
     finally:
         os.close(file)
@@ -65,10 +65,10 @@ def read_into(view: memoryview, file: int, path: Path, begin: int) -> None:
         try:
             count = os.preadv(file, [view], begin)
         except OSError as error:
-            what = f"cannot be read at byte {begin}: {error.strerror}"
+            what = f"the file cannot be read at byte {begin}: {error.strerror}"
             raise CheckpointError(path, what, TAKE_ANOTHER) from None
         if not count:
-            what = f"ends at byte {begin}, before {begin + len(view)}"
+            what = f"the file ends at byte {begin}, before byte {begin + len(view)}"
             raise CheckpointError(path, what, TAKE_ANOTHER)
         view, begin = view[count:], begin + count
 

@@ -61,11 +61,11 @@ class Sources:
                 if saved == dtype:
                     return name
         if own in there:
-            what = f"{NOUNS[kind]} {piece.name!r} was saved as {there[own]} and is {wanted} here"
-            raise self.refusal(what, "set up with the precision that saved it")
+            what = f"{NOUNS[kind]} {piece.name!r} was saved as {there[own]}, but is {wanted} here"
+            raise self.refusal(what, "use the precision with which the checkpoint was saved")
         what = f"{NOUNS[kind]} {piece.name!r} was not saved"
         if (first := self.checkpoint.manifest.about.aliases.get(piece.name)) is not None:
-            what += f": it was tied to {first!r}"
+            what += f"; when the checkpoint was saved, it was tied to {first!r}"
         raise self.refusal(what, "load into a fresh instance of the same model")
 
     def dtype(self, name: Name) -> torch.dtype:
