@@ -78,7 +78,7 @@ ROWS: list[tuple[str, dict[str, int], dict[str, Any], str, str]] = [
         {"shard": 2},
         {"workload": WorkloadSpec("digits_penalty")},
         "skip",
-        "declines second_derivative: a unit is whole for one forward and one backward",
+        "declines second_derivative: the parameters of a unit are gathered for one forward",
     ),
     (f"{HERE_IS}RingOfPositions", {"tensor": 3}, {}, "pass", ""),
     (

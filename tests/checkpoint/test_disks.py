@@ -55,7 +55,7 @@ def test_a_disk_that_can_only_be_read(form: str, tmp_path: Path) -> None:
         for place in (root, disk / "new"):
             said = refused(place, form)
             assert said.startswith(str(place)) and "Read-only file system (rank 0)" in said
-            assert "make the path writable, or name another folder; what was committed" in said
+            assert "make the path writable, or name another folder; committed" in said
         assert before == {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()}
         with Checkpoint.open(root) as checkpoint:
             assert not list(checkpoint.verify())
@@ -90,7 +90,9 @@ def test_a_disk_that_is_full(form: str, tmp_path: Path) -> None:
         said = succeed(body, 2)
         assert said[0] == said[1]
         assert "cannot be used: No space left on device (rank " in said[0]
-        assert "make room there, or name another folder; what was committed is untouched" in said[0]
+        assert (
+            "free space on that disk, or name another folder; committed checkpoints are" in said[0]
+        )
         steps = [one.step for one in folders(root)]
         assert steps == sorted(steps, reverse=True) and len(steps) == 3
         with Checkpoint.open(root) as checkpoint:

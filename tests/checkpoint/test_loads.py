@@ -164,7 +164,7 @@ def test_any_error_of_one_rank_ends_the_load_on_all(tmp_path: Path) -> None:
         return refused(system, tmp_path)
 
     said = succeed(body, 2)
-    assert said[0] == said[1] and "MemoryError came up: no more of it (rank 1)" in said[0]
+    assert said[0] == said[1] and "MemoryError was raised: no more of it (rank 1)" in said[0]
 
 
 # -------------------------------------------------------------------------------- another model
@@ -230,7 +230,10 @@ def test_tied_and_untied_weights_are_named(tmp_path: Path) -> None:
         return one, refused(make("ddp", work, {"replicate": 2}, rank), tmp_path / "untied")
 
     from_tied, from_untied = succeed(body, 2)[0]
-    assert f"{alias!r} was not saved: it was tied to {first!r}" in from_tied
+    assert (
+        f"{alias!r} was not saved; when the checkpoint was saved, it was tied to {first!r}"
+        in from_tied
+    )
     assert f"has the parameter {alias!r}" in from_untied
     assert f"to {first!r}" in from_untied
 
@@ -297,7 +300,8 @@ def test_what_differs_is_told_by_one_rank(tmp_path: Path) -> None:
     notes, said = notes_of(tmp_path, other)
     assert notes == (
         "lr was 0.01 at the save and is 5.0 here; the value of this system is used",
-        "betas was [0.9, 0.95] at the save and is [0.1, 0.2] here; the value of this system is used",
+        "betas was [0.9, 0.95] at the save and is [0.1, 0.2] here; the value of this system is "
+        "used",
         "weight_decay was 0.1 at the save and is 0.0 here; the value of this system is used",
     )
     assert said == [f"{last(tmp_path)}: {note}" for note in notes]
@@ -309,10 +313,10 @@ def test_loss_scaling_of_only_one_side_is_told(tmp_path: Path) -> None:
         saved(tmp_path / name, "zero1", {"shard": 2}, 2, spec=spec, work=workload(layers=1))
     assert notes_of(tmp_path / "with", scaled)[0] == ()
     assert notes_of(tmp_path / "with", ADAMW)[0] == (
-        "losses were scaled when it was saved, and are not here",
+        "losses were scaled when the checkpoint was saved, and are not scaled here",
     )
     assert notes_of(tmp_path / "without", scaled)[0] == (
-        "losses were not scaled when it was saved, and are scaled here",
+        "losses were not scaled when the checkpoint was saved, and are scaled here",
     )
     finer = dataclasses.replace(ADAMW, scaler=ScalerSpec(initial=8.0, interval=5))
     assert '"interval": 5' in notes_of(tmp_path / "with", finer)[0][0]
@@ -321,7 +325,10 @@ def test_loss_scaling_of_only_one_side_is_told(tmp_path: Path) -> None:
 def test_state_of_single_ranks_is_left_out_elsewhere_and_told(tmp_path: Path) -> None:
     saved(tmp_path, "zero1", {"shard": 2}, 2, work=workload(layers=1))
     notes, said = notes_of(tmp_path, ADAMW, 3)
-    assert notes == ("state that has no place here was left out: torch@0, torch@1",)
+    assert notes == (
+        "this system has no place for a part of the saved state, which was left out: "
+        "torch@0, torch@1",
+    )
     assert len(said) == 1
 
 

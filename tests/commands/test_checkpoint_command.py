@@ -125,7 +125,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, command: Any, root: Path) -> None
     code, _, err = command("checkpoint", "diff", str(root), str(tmp_path / "none"))
     assert code == 2 and "is not a folder" in err
     code, _, err = command("checkpoint", "convert", str(root), str(root), "--to", "full")
-    assert code == 2 and "holds step 2 of this run already - name another folder" in err
+    assert code == 2 and "already holds step 2 of this run - name another folder" in err
     file = tmp_path / "file"
     file.write_text("x")
     code, _, err = command("checkpoint", "convert", str(root), str(file), "--to", "full")

@@ -336,7 +336,7 @@ def test_fail_fast_leaves_the_rest_to_resume(tmp_path: Path) -> None:
 
 #: Options that only the implementation can refuse -> what it says of them.
 REFUSED = {
-    "reference/fsdp, {sharding_strategy: NO_SHARD, offload: optimizer}, replicate": "set offload to 'none'",
+    "reference/fsdp, {sharding_strategy: NO_SHARD, offload: optimizer}, replicate": "host; set",
     "reference/zero3, {recompute_every: 9}, shard": "the model has 3 units; valid: 0 (never) to 3",
     "pytorch/fsdp2, {reshard_after_forward: 3}, shard": "valid: true, false, null, 1, 2",
     "pytorch/fsdp1, {wrap: {module_class: [Blok]}}, shard": "did you mean 'Block'?",
@@ -381,7 +381,7 @@ HYBRIDS = {
     "{}, {shard: 1, tensor: 3}": "'blocks.0.attention.qkv' has 4 heads and 4 KV heads",
     "{schedule: zb_v}, {pipe: 2}": "asks for 4 stages, but charnames_gpt has 3 units",
     "{schedule: {orders: [[F0@0], [F0@1, BW0@1]]}}, {pipe: 2}": "rank 0 never does B0@0",
-    "{schedule: interleaved}, {pipe: 2}": "needs a multiple of 2 micro-batches, the size of the axis 'pipe', not 3; use 4",
+    "{schedule: interleaved}, {pipe: 2}": "not 3; use 4 micro-batches",
     "{data: zero1}, {replicate: 2}": "this mesh has replicate = 2: set replicate: 1",
 }
 

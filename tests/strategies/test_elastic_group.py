@@ -208,6 +208,6 @@ def test_what_is_refused(options: dict[str, Any], says: str) -> None:
 
 def test_a_loss_scaler_is_refused() -> None:
     with pytest.raises(
-        Refused, match="optimizer.scaler: ranks would vote on a loss scale only after"
+        Refused, match=r"optimizer\.scaler: ranks would vote on a loss scale only after"
     ):
         ReferenceElastic().setup(None, None, replace(SPEC, scaler=ScalerSpec()), None, {})  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ def test_shards_without_replicas_say_what_would_do_on_every_rank() -> None:
 
     for told in succeed(body, 2):
         assert "option 'data' = 'zero3'" in told
-        assert "replicate = 2: take 1, or 'fsdp' with" in told
+        assert "replicate = 2: set replicate: 1, or use data: fsdp" in told
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_shards_without_replicas_say_what_would_do_on_every_rank() -> None:
         ),
         ({"shcedule": "1f1b"}, "unknown option 'shcedule'; did you mean 'schedule'"),
         ({"data_options": {"bucket_byte": 1}}, "did you mean 'data_options.bucket_bytes'"),
-        ({"data_options": {"checkpoint": {}}}, "give 'checkpoint' next to 'data_options'"),
+        ({"data_options": {"checkpoint": {}}}, "write 'checkpoint' next to 'data_options'"),
         ({"checkpoint": {"keep": 0}}, "'checkpoint.keep' must be at least 1, not 0"),
         ({"checkpoint": {"format": "ful"}}, "did you mean 'full'"),
         ({"data": "ddp", "offload": "optimizer"}, "'offload': 'data' = 'ddp' has no such option"),

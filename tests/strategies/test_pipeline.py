@@ -416,7 +416,7 @@ def test_a_micro_batch_is_let_go_at_its_last_action(schedule: str) -> None:
         ),
         (
             {"schedule": {"orders": [["F0@0", "BW0@0", "BW0@4"]]}},
-            "stage 4 is the last one that is named, but forwards are given for 1 stages",
+            "the orders name stages up to 4, but forwards are given for 1 stages",
         ),
         (
             {

@@ -80,7 +80,10 @@ def test_a_policy_is_read_from_names_of_dtypes() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"precision": {"parameters": "bf16"}}, "'bf16' is no dtype; valid: float64, float32, bf"),
+        (
+            {"precision": {"parameters": "bf16"}},
+            "'bf16' is not a dtype; valid: float64, float32, bf",
+        ),
         ({"precision": {"paramters": "bfloat16"}}, "did you mean 'precision.parameters'"),
         ({"precision": "bfloat16"}, "must be of type mapping"),
         ({"precision": {"reduce": 16}}, "type dtype"),

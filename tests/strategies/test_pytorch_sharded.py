@@ -96,7 +96,7 @@ REFUSED = [
         {"sharding_strategy": "NO_SHARD", "offload": "parameters"},
         "contradicts sharding_strategy NO_SHARD",
     ),
-    (FSDP1, {"prefetch_forward": 2}, "0 and 1 only"),
+    (FSDP1, {"prefetch_forward": 2}, "only 0 and 1"),
     (FSDP1, {"recompute_every": -1}, "at least 0"),
     (FSDP1, {"precision": {"output": "float32"}}, "does not cast outputs"),
     (

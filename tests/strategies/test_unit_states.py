@@ -69,7 +69,7 @@ def test_parameters_refuse_what_their_state_does_not_allow() -> None:
             held.wait()
         with pytest.raises(IllegalTransition, match="a gather from chunks needs chunked ones"):
             held.gather(within=comm)
-        with pytest.raises(IllegalTransition, match="next may be: gathering"):
+        with pytest.raises(IllegalTransition, match="valid next states: gathering"):
             held.enter(ParameterState.CHUNKED)
         assert held.state is ParameterState.SHARDED
 
@@ -131,7 +131,7 @@ def test_replicas_are_summed_once_after_the_last_round() -> None:
         assert gradients.state is GradientState.OVER_REPLICAS
         with pytest.raises(IllegalTransition, match=r"summed over replicas.* become arriving"):
             gradients.arrive("a", torch.ones(3))
-        with pytest.raises(IllegalTransition, match="next may be: final"):
+        with pytest.raises(IllegalTransition, match="valid next states: final"):
             gradients.reduce_over_replicas(replicas, Reducer(), 0)
         gradients.finalize()
         assert gradients.state is GradientState.FINAL and gradients.total is not None
@@ -172,7 +172,9 @@ def reducing() -> Gradients:
 
 
 def test_gradients_refuse_what_their_state_does_not_allow() -> None:
-    with pytest.raises(IllegalTransition, match=r"arriving.* become reducing; next may be: arriv"):
+    with pytest.raises(
+        IllegalTransition, match=r"arriving.* become reducing; valid next states: arriv"
+    ):
         arriving().reduce(Reducer(), 0)  # what has arrived would be lost
     with pytest.raises(IllegalTransition, match=r"reducing.* become arriving"):
         reducing().arrive("b", torch.ones(2))  # the reduce-scatter may not have read it yet
@@ -184,7 +186,9 @@ def test_gradients_refuse_what_their_state_does_not_allow() -> None:
         reducing().clear()
     done = flat(None).gradients
     done.finalize()
-    with pytest.raises(IllegalTransition, match=r"final.* become arriving; next may be: absent"):
+    with pytest.raises(
+        IllegalTransition, match=r"final.* become arriving; valid next states: absent"
+    ):
         done.arrive("a", torch.ones(3))  # of a step before that was not cleared
 
 

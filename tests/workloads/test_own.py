@@ -214,6 +214,9 @@ def test_what_a_strategy_finds_out_in_training_is_a_refusal() -> None:
 def test_stages_that_would_pass_containers_are_refused() -> None:
     frame = prove("reference/pipeline", workload=WRAPPING, worlds=(2,))
     assert list(frame["verdict"]) == ["refused"], list(frame["reason"])
-    assert "axis 'pipe': stage 0 returned a dict; stages pass one tensor" in frame["reason"][0]
+    assert (
+        "axis 'pipe': stage 0 returned a dict, but a stage must return one tensor"
+        in frame["reason"][0]
+    )
     frame = prove("reference/zero3", workload=WRAPPING, worlds=(2,))
     assert list(frame["verdict"]) == ["pass"], list(frame["reason"])

@@ -93,8 +93,8 @@ def refused(name: str, what: str, comm: Comm, valid: Iterable[int]) -> Refused:
     """The error that ``name`` with ``what`` cannot be split over ``comm``; ``valid`` can."""
     sizes = ", ".join(map(str, valid))
     return Refused(
-        f"mesh axis {comm.axis!r} = {comm.size}: {name!r} has {what}, which cannot be divided among "
-        f"{comm.size} ranks; valid: {sizes}"
+        f"mesh axis {comm.axis!r} = {comm.size}: {name!r} has {what}, which cannot be divided "
+        f"among {comm.size} ranks; valid: {sizes}"
     )
 
 
