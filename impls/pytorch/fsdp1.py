@@ -347,7 +347,7 @@ class PyTorchFSDP1(Adapter):
         if kind == "buffers":
             return {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
         if kind != "parameters":
-            raise Refused(f"FSDP1 gathers parameters and buffers only, not {kind}")
+            raise Refused(f"full_state() returns parameters and buffers only, not {kind}")
         config = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -299,7 +299,7 @@ def test_what_is_declined_must_mean_something(system: Any, says: str) -> None:
         ),
         (
             {"sampler": own.without_seed},
-            r"own_things.py:\d+\) does not accept .* \(dataset, num_replicas=, rank=, shuffle=, seed=",
+            r"own_things.py:\d+\) does not accept .* \(dataset, num_replicas=, rank=, shuffle=",
         ),
         (
             {"tensor_plan": own.averages},
