@@ -97,29 +97,25 @@ class Options:
         at_least("servers", self.servers, 1)
         if isinstance(self.order, str) and self.order not in ORDERS:
             raise Refused(
-                f"option 'order' = {self.order!r} is not valid; valid: {', '.join(ORDERS)}, or "
-                "a list of workers"
+                f"option 'order' is {', '.join(ORDERS)}, or a list of workers, not {self.order!r}"
             )
         if self.momentum == "by_worker" and not self.max_staleness:
             raise Refused(
-                "option 'momentum' = 'by_worker' with max_staleness = 0: each update uses the "
-                "sum of all workers, so workers have no updates of their own; set momentum to "
-                "shared, or max_staleness to 1"
+                "option 'momentum' = 'by_worker' with max_staleness = 0: each update uses the sum "
+                "of all workers; set momentum to shared, or max_staleness to 1"
             )
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
-                f"option 'order' = 'in_turn' with max_staleness = {self.max_staleness}: all "
-                "workers wait for one another, so no gradient is stale; set max_staleness to 0, "
-                "or order to slow"
+                f"option 'order' = 'in_turn' with max_staleness = {self.max_staleness}: no gradient "
+                "is stale in this order; set max_staleness to 0, or order to slow"
             )
 
     def arrivals(self, workers: int) -> Iterator[int]:
         """The workers in order of arrival."""
         if self.dies and (workers < 2 or self.dies.worker >= workers):
             raise Refused(
-                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers, and "
-                "another worker must remain; use at least 2 workers, and a number from 0 to "
-                f"{max(workers, 2) - 1}"
+                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers, and 1 must "
+                f"remain; use at least 2 workers, and one of 0 to {max(workers, 2) - 1}"
             )
         if isinstance(self.order, str):
             return ORDERS[self.order](workers, self.max_staleness)
@@ -231,7 +227,7 @@ class ReferenceAsyncSGD(Implementation):
         """The role of a rank: the first ranks are servers."""
         servers = parse_options(Options, options).servers
         if servers >= world:
-            valid = "use 2 ranks or more" if world > 1 else "take 2 ranks or more"
+            valid = f"valid: up to {world - 1}" if world > 1 else "use 2 ranks or more"
             raise Refused(
                 f"option 'servers' = {servers}: no rank of {world} remains as a worker; {valid}"
             )
@@ -247,10 +243,7 @@ class ReferenceAsyncSGD(Implementation):
     ) -> None:
         """Start all ranks from rank 0's values; servers take the parameters that they own."""
         if optimizer.scaler is not None:
-            raise Refused(
-                "optimizer.scaler: there is no common step that the workers could skip; leave "
-                "the scaler out"
-            )
+            raise Refused("optimizer.scaler: workers have no common step to skip; remove the key")
         self.build, self.comm = build, mesh.comm("replicate")
         self.options = parse_options(Options, options)
         self.module = build(mesh.device)

@@ -145,9 +145,7 @@ class Options(PipelineOptions, Training):
         if not issubclass(kind, Training):
             for name, none in (("precision", Precision()), ("offload", "none")):
                 if getattr(self, name) != none:
-                    raise Refused(
-                        f"option {name!r}: 'data' = {self.data!r} has no such option; leave it out"
-                    )
+                    raise Refused(f"option {name!r}: 'data' = {self.data!r} has no such option")
             return options
         return replace(options, precision=self.precision, offload=self.offload)
 

@@ -121,7 +121,7 @@ def test_damage_is_bad_input_and_named(own: Path, command: Any, tmp_path: Path) 
 def test_what_is_no_checkpoint(tmp_path: Path, command: Any, root: Path) -> None:
     for words in (["inspect"], ["verify"]):
         code, _, err = command("checkpoint", *words, str(tmp_path))
-        assert code == 2 and "holds no checkpoint - name the folder" in err
+        assert code == 2 and "holds no checkpoint - name a folder" in err
     code, _, err = command("checkpoint", "diff", str(root), str(tmp_path / "none"))
     assert code == 2 and "is not a folder" in err
     code, _, err = command("checkpoint", "convert", str(root), str(root), "--to", "full")

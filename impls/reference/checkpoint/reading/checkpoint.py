@@ -107,17 +107,13 @@ class Checkpoint:
             data = read_small(path)
             self.metadata_bytes += len(data)
             if crc32(data) != listed.index_sum:
-                what = (
-                    "this is not the index that the manifest lists: it is from another save, or "
-                    "was changed"
-                )
+                what = "this is not the index that the manifest lists: it was changed or replaced"
                 raise CheckpointError(path, what, TAKE_ANOTHER)
             index = read_index(data, path, self.manifest.id)
             tensors, sums = tensors + len(index.entries), sums + 4 * len(index.sums)
             if tensors > MOST_TENSORS or sums > MOST_SUM_BYTES:
                 what = (
-                    f"the checkpoint lists more than {MOST_TENSORS} tensors or {MOST_SUM_BYTES} "
-                    "bytes of checksums"
+                    f"there are more than {MOST_TENSORS} tensors or {MOST_SUM_BYTES} checksum bytes"
                 )
                 raise CheckpointError(self.folder / MANIFEST, what, "save fewer tensors")
             self.files[index.name] = index
@@ -129,23 +125,15 @@ class Checkpoint:
         file = self._file(index.name)
         size = os.fstat(file).st_size
         if size != index.bytes:
-            what = (
-                f"the file has {size} bytes, but {index.bytes} were written: it was cut off, or "
-                "replaced"
-            )
+            what = f"expected {index.bytes} bytes, found {size}: the file was cut off or replaced"
             raise CheckpointError(path, what, TAKE_ANOTHER)
         if not 8 <= index.header_bytes <= min(size, MOST_BYTES):
-            what = (
-                f"the index states a header of {index.header_bytes} bytes, which this file "
-                "cannot have"
-            )
+            what = f"the index states an impossible header of {index.header_bytes} bytes"
             raise CheckpointError(path, what, TAKE_ANOTHER)
         head = exactly(file, path, 0, index.header_bytes)
         self.metadata_bytes += len(head)
         if crc32(head) != index.header_sum:
-            raise CheckpointError(
-                path, "the header of this file was changed since it was written", TAKE_ANOTHER
-            )
+            raise CheckpointError(path, "the header was changed after it was written", TAKE_ANOTHER)
 
     def _file(self, name: str) -> int:
         """The open data file; only a few are open at once, because a process may have few."""
@@ -287,17 +275,14 @@ class Checkpoint:
         data = exactly(self._file(file.name), path, 0, file.header_bytes)
         if head_bytes(data[:8], file.bytes, path, MOST_BYTES) != file.header_bytes:
             raise CheckpointError(
-                path,
-                "the header of this file does not have the length that the index states",
-                TAKE_ANOTHER,
+                path, "the header is not as long as the index states", TAKE_ANOTHER
             )
         found = read_head(data, file.bytes, path)
         told = {e.key: (e.dtype, e.place.own_shape, e.begin, e.end) for e in file.entries}
         for key in sorted(found.keys() | told.keys()):
             if found.get(key) != told.get(key):
                 what = (
-                    f"{key[:200]!r}: the header states {found.get(key)}, but the index states "
-                    f"{told.get(key)}"
+                    f"{key[:200]!r}: the header has {found.get(key)}, the index has {told.get(key)}"
                 )
                 raise CheckpointError(path, what, TAKE_ANOTHER)
 
@@ -320,16 +305,10 @@ def find(path: Path) -> Path:
     :raises NotCommitted: there is none.
     """
     if not path.is_dir():
-        raise NotCommitted(
-            path,
-            "this path is not a folder",
-            "name a checkpoint, or a folder that contains checkpoints",
-        )
+        raise NotCommitted(path, "this path is not a folder", "name the folder of a checkpoint")
     if (path / MANIFEST).exists():
         if path.is_symlink():
-            raise NotCommitted(
-                path, "this path is a link, and links are not followed", TAKE_ANOTHER
-            )
+            raise NotCommitted(path, "this path is a link: links are not followed", TAKE_ANOTHER)
         return path
     try:
         folder = newest(path)
@@ -342,9 +321,7 @@ def find(path: Path) -> Path:
     if torn or (path / PART).exists() or any(path.glob("*" + DATA)):
         what = f"this folder has no {MANIFEST}: the save was cut short, so there is no checkpoint"
         raise NotCommitted(path, what, "load a checkpoint that was committed before, or save again")
-    raise NotCommitted(
-        path, "this folder holds no checkpoint", "name the folder into which checkpoints were saved"
-    )
+    raise NotCommitted(path, "this folder holds no checkpoint", "name a folder with checkpoints")
 
 
 def _scatter(memory: Any, read: Read, begin: int, block: Any) -> None:
