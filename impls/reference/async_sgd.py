@@ -106,16 +106,16 @@ class Options:
             )
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
-                f"option 'order' = 'in_turn' with max_staleness = {self.max_staleness}: no gradient "
-                "is stale in this order; set max_staleness to 0, or order to slow"
+                f"option 'order' = 'in_turn' with max_staleness = {self.max_staleness}: no "
+                "gradient is stale in this order; set max_staleness to 0, or order to slow"
             )
 
     def arrivals(self, workers: int) -> Iterator[int]:
         """The workers in order of arrival."""
         if self.dies and (workers < 2 or self.dies.worker >= workers):
             raise Refused(
-                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers, and 1 must "
-                f"remain; use at least 2 workers, and one of 0 to {max(workers, 2) - 1}"
+                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers, and 1 "
+                f"must remain; use at least 2 workers, and one of 0 to {max(workers, 2) - 1}"
             )
         if isinstance(self.order, str):
             return ORDERS[self.order](workers, self.max_staleness)

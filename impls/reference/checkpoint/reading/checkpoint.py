@@ -112,9 +112,7 @@ class Checkpoint:
             index = read_index(data, path, self.manifest.id)
             tensors, sums = tensors + len(index.entries), sums + 4 * len(index.sums)
             if tensors > MOST_TENSORS or sums > MOST_SUM_BYTES:
-                what = (
-                    f"there are more than {MOST_TENSORS} tensors or {MOST_SUM_BYTES} checksum bytes"
-                )
+                what = f"at most {MOST_TENSORS} tensors and {MOST_SUM_BYTES} checksum bytes are allowed"
                 raise CheckpointError(self.folder / MANIFEST, what, "save fewer tensors")
             self.files[index.name] = index
             self._check_head(index)
@@ -274,16 +272,12 @@ class Checkpoint:
         path = self.folder / file.name
         data = exactly(self._file(file.name), path, 0, file.header_bytes)
         if head_bytes(data[:8], file.bytes, path, MOST_BYTES) != file.header_bytes:
-            raise CheckpointError(
-                path, "the header is not as long as the index states", TAKE_ANOTHER
-            )
+            raise CheckpointError(path, "the index states another length of header", TAKE_ANOTHER)
         found = read_head(data, file.bytes, path)
         told = {e.key: (e.dtype, e.place.own_shape, e.begin, e.end) for e in file.entries}
         for key in sorted(found.keys() | told.keys()):
             if found.get(key) != told.get(key):
-                what = (
-                    f"{key[:200]!r}: the header has {found.get(key)}, the index has {told.get(key)}"
-                )
+                what = f"{key[:200]!r}: the header has {found.get(key)}, the index {told.get(key)}"
                 raise CheckpointError(path, what, TAKE_ANOTHER)
 
     def close(self) -> None:
