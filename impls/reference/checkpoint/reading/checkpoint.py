@@ -112,7 +112,7 @@ class Checkpoint:
             index = read_index(data, path, self.manifest.id)
             tensors, sums = tensors + len(index.entries), sums + 4 * len(index.sums)
             if tensors > MOST_TENSORS or sums > MOST_SUM_BYTES:
-                what = f"at most {MOST_TENSORS} tensors and {MOST_SUM_BYTES} checksum bytes are allowed"
+                what = f"at most {MOST_TENSORS} tensors or {MOST_SUM_BYTES} checksum bytes are read"
                 raise CheckpointError(self.folder / MANIFEST, what, "save fewer tensors")
             self.files[index.name] = index
             self._check_head(index)
