@@ -235,8 +235,8 @@ def cannot_share_layers(facts: ModelFacts) -> str:
 
     def reason(layer: str, what: str, valid: Iterable[int]) -> str:
         return (
-            f"mesh axis 'tensor' = {ranks}: {layer!r} has {what}, which that number of "
-            f"ranks cannot share; valid: {', '.join(map(str, valid))}"
+            f"mesh axis 'tensor' = {ranks}: {layer!r} has {what}, which cannot be "
+            f"divided among {ranks} ranks; valid: {', '.join(map(str, valid))}"
         )
 
     for name, (heads, kv) in facts.heads.items():
