@@ -34,7 +34,10 @@ UNEQUAL = {
 #: from reducing.
 DDP_FEATURES = ("accumulation_without_communication", "buffer_broadcast", "overlap")
 #: Of systems on DDP as it is by default.
-DDP_DECLINES = dict.fromkeys(UNUSED, "DDP needs find_unused_parameters=True for this") | UNEQUAL
+DDP_DECLINES = (
+    dict.fromkeys(UNUSED, "DDP needs find_unused_parameters=True if parameters can be unused")
+    | UNEQUAL
+)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Options(Saved):
                 VARYING, "static_graph=True promises that every step uses the same parameters"
             )
         if not self.find_unused_parameters:
-            reason = "DDP needs find_unused_parameters=True for this"
+            reason = "DDP needs find_unused_parameters=True if parameters can be unused"
             return dict.fromkeys(("unused", *VARYING), reason)
         return {}
 

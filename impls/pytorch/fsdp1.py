@@ -109,7 +109,7 @@ class Options(Training, Saved):
                 "option 'accumulate_without_communication' contradicts 'precision.reduce' = "
                 f"{wide}: under no_sync FSDP1 adds micro-batches up in {narrow}; set "
                 "accumulate_without_communication to false, or precision.reduce to null or "
-                f"{narrow}"
+                "to the value of precision.parameters"
             )
 
     def declines(self) -> dict[str, str]:

@@ -126,7 +126,7 @@ class Hybrid(Pipelining):
                 **dict.fromkeys(
                     VARYING,
                     "each rank reduces only the parameters that it used, so all ranks must use "
-                    "the same",
+                    "the same parameters",
                 ),
                 "tied_over_units": TORN,
                 "scalar": "ValueError: fully_shard doesn't support scalar parameters",

@@ -40,7 +40,7 @@ def test_a_file_stands_where_the_folder_should(form: str, tmp_path: Path) -> Non
     file.write_text("mine")
     for root in (file, file / "inside", file / "far" / "inside"):
         said = refused(root, form)
-        assert said.startswith(f"{file}: cannot be used: "), said
+        assert said.startswith(f"{file}: this path cannot be used: "), said
         assert "a file stands where a folder must be: name another folder" in said
     assert file.read_text() == "mine"
 
@@ -90,9 +90,7 @@ def test_a_disk_that_is_full(form: str, tmp_path: Path) -> None:
         said = succeed(body, 2)
         assert said[0] == said[1]
         assert "cannot be used: No space left on device (rank " in said[0]
-        assert (
-            "free space on that disk, or name another folder; committed checkpoints are" in said[0]
-        )
+        assert "free space on the disk of this path, or name another folder; committed" in said[0]
         steps = [one.step for one in folders(root)]
         assert steps == sorted(steps, reverse=True) and len(steps) == 3
         with Checkpoint.open(root) as checkpoint:
@@ -116,5 +114,7 @@ def test_a_folder_that_another_user_may_not_enter(tmp_path: Path) -> None:
 
     said = succeed(body, 2)
     assert said[0] == said[1]
-    assert said[0].startswith(f"{tmp_path / 'new'}: cannot be used: Permission denied (rank 0) - ")
+    assert said[0].startswith(
+        f"{tmp_path / 'new'}: this path cannot be used: Permission denied (rank 0) - "
+    )
     assert "make the path writable, or name another folder" in said[0]

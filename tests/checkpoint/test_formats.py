@@ -359,7 +359,7 @@ def test_a_disk_that_fills_on_one_rank_fails_all_and_leaves_the_last_one(
 
     said = succeed(body, 2)
     assert said[0] == said[1] and "No space left on device" in said[0]
-    assert "free space on that disk, or name another folder; committed checkpoints are" in said[0]
+    assert "free space on the disk of this path, or name another folder; committed" in said[0]
     assert [one.step for one in folders(tmp_path)] == [1]
     with Checkpoint.open(tmp_path) as checkpoint:
         assert not list(checkpoint.verify())

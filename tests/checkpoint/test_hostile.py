@@ -150,7 +150,7 @@ def first(fields: Fields) -> Fields:
 
 FORGED: dict[str, tuple[Callable[[Fields], object], str]] = {
     "a shape of 2^60": (lambda f: first(f).update(shape=[2**60]), "2 \\*\\* 58 elements"),
-    "a length of 2^60": (lambda f: f.update(bytes=2**60), "describes"),
+    "a length of 2^60": (lambda f: f.update(bytes=2**60), "but states"),
     "a header of 2^60": (lambda f: f.update(header_bytes=2**60), "begins at byte"),
     "a checksum too few": (lambda f: f.update(sums=f["sums"][8:]), "chunks"),
     "half a checksum": (lambda f: f.update(sums=f["sums"][4:]), "8 hexadecimal digits"),

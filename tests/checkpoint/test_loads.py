@@ -462,7 +462,7 @@ def test_a_generator_that_was_not_saved_is_told(tmp_path: Path) -> None:
         assert system.loaded is not None
         return system.loaded.notes
 
-    assert succeed(body, 2)[0] == ("no state for these generators: source@0",)
+    assert succeed(body, 2)[0] == ("the checkpoint has no state for these generators: source@0",)
 
 
 def test_state_of_the_reducer_is_named_extra_state(tmp_path: Path) -> None:
@@ -548,8 +548,8 @@ def test_an_outer_optimizer_begins_anew_where_none_was_saved(
             anew = parameters[name] if slot == "outer_start" else torch.zeros_like(tensor)
             assert torch.equal(tensor, saved.get(full, anew)), full
         assert sorted(n for n in other.loaded.left_out) == sorted(saved.keys() - have.keys())
-        begun = ", ".join(slot for slot in loads[3] if slot not in saves[3])
-        said = f"{begun} of any parameter: the outer optimizer starts without state"
+        begun = " or ".join(slot for slot in loads[3] if slot not in saves[3])
+        said = f"the checkpoint has no {begun} of any parameter: the outer optimizer starts without state"
         assert (said in other.loaded.notes) == bool(begun)
 
     succeed(body, 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 #: What to do about a file that is not as it was written.
 TAKE_ANOTHER = "load another checkpoint, or copy this checkpoint again from an undamaged source"
-_ROOM = "free space on that disk, or name another folder"
+_ROOM = "free space on the disk of this path, or name another folder"
 _RIGHTS = "make the path writable, or name another folder"
 _NAME = "a file stands where a folder must be: name another folder"
 #: What to do about what the system says.
@@ -49,7 +49,9 @@ def told(error: Exception, place: Path) -> Failure:
         return error.file, error.what, error.remedy
     if isinstance(error, OSError):
         what = f"this path cannot be used: {error.strerror or error}"
-        remedy = REMEDIES.get(error.errno or 0, "check that disk, or name another folder")
+        remedy = REMEDIES.get(
+            error.errno or 0, "check the disk of this path, or name another folder"
+        )
         return str(error.filename or place), what, f"{remedy}; committed checkpoints are unchanged"
     what = f"{type(error).__name__} was raised: {error or '(no message)'}"
     return str(place), what, "read the traceback of that rank"

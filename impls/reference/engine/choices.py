@@ -212,7 +212,7 @@ class Compress:
                     f"option 'compress.{name}' is missing, but {self.method} needs it; {example}"
                 )
             if name not in needed and name not in more and value != none:
-                takes = ", ".join((*needed, *more)) or "none of these options"
+                takes = ", ".join((*needed, *more)) or "no other option"
                 self._refuse(name, f"{self.method} uses {takes}; leave this option out")
         if self.density is not None and not 0 < self.density <= 1:
             self._refuse("density", "the share of elements to send must be above 0 and at most 1")

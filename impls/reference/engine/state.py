@@ -53,10 +53,7 @@ def refuse_second_derivatives(module: nn.Module, asked: str, why: str, remedy: s
     for name, part in module.named_modules():
         if getattr(part, "differentiates", False):
             place = repr(name) if name else f"the model ({type(part).__name__})"
-            what = (
-                f"{place} takes a gradient in its forward (trait {SECOND_DERIVATIVE!r}, which "
-                "is declined)"
-            )
+            what = f"{place} takes a gradient in its forward (declined {SECOND_DERIVATIVE!r})"
             raise Refused(f"{asked}: {what}, but {why}; {remedy}")
 
 
