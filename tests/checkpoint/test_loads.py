@@ -549,7 +549,8 @@ def test_an_outer_optimizer_begins_anew_where_none_was_saved(
             assert torch.equal(tensor, saved.get(full, anew)), full
         assert sorted(n for n in other.loaded.left_out) == sorted(saved.keys() - have.keys())
         begun = " or ".join(slot for slot in loads[3] if slot not in saves[3])
-        said = f"the checkpoint has no {begun} of any parameter: the outer optimizer starts without state"
+        what = f"the checkpoint has no {begun} of any parameter"
+        said = f"{what}: the outer optimizer starts without state"
         assert (said in other.loaded.notes) == bool(begun)
 
     succeed(body, 2)
