@@ -57,9 +57,9 @@ def make(work: Workload, rank: int, ranks: int, **options: Any) -> Implementatio
     [
         ({"schedule": "zbv"}, "did you mean 'zb_v'"),
         ({"schedule": {"name": "interleaved", "chunk": 3}}, "did you mean 'schedule.chunks'"),
-        ({"schedule": {"name": "zb_v", "chunks": 3}}, "zb_v takes 2 a rank"),
-        ({"schedule": {"name": "1f1b", "chunks": 2}}, "1f1b takes 1 a rank"),
-        ({"schedule": {"name": "looped_bfs", "chunks": -1}}, "takes at least 1 a rank"),
+        ({"schedule": {"name": "zb_v", "chunks": 3}}, "zb_v the number of stages per rank must be 2"),
+        ({"schedule": {"name": "1f1b", "chunks": 2}}, "1f1b the number of stages per rank must be 1"),
+        ({"schedule": {"name": "looped_bfs", "chunks": -1}}, "stages per rank must be at least 1"),
         ({"split": 2}, "'split' must be of type list of int"),
         ({"shapes": "static"}, "inferred, given"),
         ({"splits": [2, 2]}, "did you mean 'split'"),
