@@ -267,7 +267,10 @@ def test_another_mesh_or_strategy_is_refused_on_request(tmp_path: Path) -> None:
         return refused(system, tmp_path)
 
     assert succeed(same, 2) == [2, 2]
-    for world, words in ((3, "this is zero1 on {'shard': 3}"), (2, "this is zero2 on")):
+    for world, words in (
+        (3, "but this system is zero1 on {'shard': 3}"),
+        (2, "but this system is zero2 on"),
+    ):
         said = succeed(other, world)[0]
         assert f"was saved by zero1 on {{'shard': 2}}, {words}" in said
         assert "checkpoint: {reshape: true}" in said
