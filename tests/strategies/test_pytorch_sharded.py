@@ -147,8 +147,8 @@ def test_what_the_mesh_does_not_allow_is_refused_on_every_rank(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        (FSDP1, "leaves 'blocks.0.norm'"),
-        (FSDP2, "torch refuses; fully_shard does not cast buffers"),
+        (FSDP1, "FSDP1 makes 'blocks.0.norm'"),
+        (FSDP2, "torch refuses; leave precision.parameters out, because fully_shard"),
     ],
 )
 def test_batch_norms_in_narrow_parameters_are_refused(name: str, told: str) -> None:
@@ -220,7 +220,7 @@ def test_a_piece_of_another_place_is_refused() -> None:
     def body(rank: int, world: int) -> None:
         system = make(FSDP2, work, rank, {"shard": world}, ADAMW)
         piece = copies(system.local_state("parameters"))[0]
-        with pytest.raises(Refused, match="holds no parameters"):
+        with pytest.raises(Refused, match="this rank holds no tensor"):
             system.load_pieces("parameters", [Piece(**{**vars(piece), "slices": ((90, 91),)})])
 
     succeed(body, 2)
