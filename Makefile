@@ -115,8 +115,9 @@ docs: setup ## build the documentation site into build/docs; a warning is an err
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs . build/docs
 	@echo "open build/docs/index.html"
 
-generated: setup ## regenerate docs/bug-zoo.md and scenarios/conformance/quick.md
+generated: setup ## regenerate docs/bug-zoo.md, docs/strategies/ and scenarios/conformance/quick.md
 	@$(BIN)/python docs/make_bug_zoo.py
+	@$(BIN)/python docs/make_strategies.py
 	@$(BIN)/python -m tools.shrink --page
 
 lint: setup ## style and types

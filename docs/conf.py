@@ -61,7 +61,7 @@ def adapt_page(app: Sphinx, name: str, source: list[str]) -> None:
         return found[1] if (folder / found[2]).is_dir() else found[0]
 
     text = re.sub(r'<a id="(\d+)"></a>', r"(finding-\1)=", filled(source[0]))
-    text = re.sub(r'<a id="([a-z-]+)"></a>', r"(\1)=\n", text)
+    text = re.sub(r'<a id="([a-z][a-z0-9-]*)"></a>', r"(\1)=\n", text)
     text = re.sub(r"\[([^\]]+)\]\(([\w./-]+)\)", without_folder, text)
     source[0] = re.sub(r"\]\(((?:\S*findings\.md)?)#(\d+)\)", r"](\1#finding-\2)", text)
 

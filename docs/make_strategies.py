@@ -5,7 +5,8 @@
     python docs/make_strategies.py --measure  # run scenarios/strategies first: docs/strategies.json
 
 Sentences come from ``docs/strategies.yaml``; pictures from docstrings; limits and faults from
-declarations; bytes from ``docs/strategies.json`` and ``shardproof estimate``; times from ``results``.
+declarations; bytes from ``docs/strategies.json`` and ``shardproof estimate``; times from
+``results``.
 """
 
 from __future__ import annotations
@@ -252,7 +253,8 @@ def _use(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
         yield "Test it" + ", and estimate a 7B model:" * bool(sizes) + ":" * (not sizes)
         yield from ("", *(f"    {line}" for line in (console, *sizes)), "")
     elif "own" in entry:
-        yield f"[Test your own part](../what-you-have.md) shows how to test your own {entry['own']}."
+        part = entry["own"]
+        yield f"[Test your own part](../what-you-have.md) shows how to test your own {part}."
         yield ""
     elif name.startswith("ecosystem/"):
         scenario = next(p.stem for p in _scenarios() if name in p.read_text(encoding="utf-8"))
@@ -365,7 +367,7 @@ def _speed(name: str) -> Iterator[str]:
             yield from table(("version", "ranks", "expected", "cases"), eco)
             yield "[Systems that people use](../../results/README.md) has the run."
         else:
-            yield "No committed run compares its speed. [Time it](../speed.md) with `shardproof bench`."
+            yield "No committed run compares its speed. [Time it](../speed.md) yourself."
         yield ""
         return
     shown = [
@@ -376,7 +378,8 @@ def _speed(name: str) -> Iterator[str]:
     yield from table(head, shown)
     files = sorted({row[-1] for row in rows})
     places = " and ".join(f"[{Path(file).name}](../../{file})" for file in files)
-    yield f"Above 1 the first is slower. AMD EPYC, 2 cores, 2 to 4 gloo ranks, fp32, AdamW: {places}."
+    machine = "AMD EPYC, 2 cores, 2 to 4 gloo ranks, fp32, AdamW"
+    yield f"Above 1 the first is slower. {machine}: {places}."
     yield ""
 
 
@@ -455,8 +458,8 @@ def overview(folder: str = "strategies/") -> Iterator[str]:
     head = ("strategy", "memory on a rank", "sent by a rank in a step", "7B on 8 GPUs", "best for")
     yield from table(head, rows)
     yield LEGEND
-    yield "7B on 8 GPUs: state on a rank, and bytes that it sends in a step (Local SGD, DiLoCo: in a"
-    yield "step with a meeting), by `shardproof estimate 7b --impl NAME --gpus 8`."
+    yield "7B on 8 GPUs: state on a rank, and bytes that it sends in a step (Local SGD, DiLoCo: in"
+    yield "a step with a meeting), by `shardproof estimate 7b --impl NAME --gpus 8`."
     yield ""
 
 

@@ -160,6 +160,7 @@ READ = {
     "gate": (0, 1, 3),
     "doctor": (0, 3),
     "reproduce": (0,),
+    "estimate": (0,),
 }
 READING = [one for one in OWN if verb(one) in READ]
 

@@ -22,7 +22,7 @@ SHOWN = tuple(
     f"docs/{name}"
     for name in (
         *("index", "options", "findings", "what-you-have", "api", "command-line"),
-        *("scenario-keys", "checks", "verdicts"),
+        *("scenario-keys", "checks", "verdicts", "strategies/fsdp"),
     )
 )
 

@@ -22,6 +22,7 @@ PAGES = {
     for path in (
         *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")),
         *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs/strategies").glob("*.md")),
         *sorted((ROOT / "deploy").rglob("*.md")),
         ROOT / "results/README.md",
         ROOT / "scenarios/conformance/quick.md",

@@ -663,7 +663,7 @@ OTHERS = (
     *("backends", "algorithms", "large", "memory-ratios", "bubble", "wide"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
     *("stress-tensor", "stress-pipeline", "stress-mesh"),
-    *("samplers", "stopping"),
+    *("samplers", "stopping", "strategies"),
     "compression",
     *("local", "async", "elastic"),
     *("parameter-groups", "own-buffers"),
