@@ -245,7 +245,8 @@ def _use(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
         yield from ("```python", snippet(entry), "```", "")
         yield "[Train your own model](../tutorial-train.md) defines `model`, `loss` and `data`."
         if entry.get("wrap"):
-            yield f"In your own loop: `wrapped = shardproof.wrap(model, {entry['training']})`."
+            given = ", ".join(filter(None, (entry["training"], entry.get("arguments"))))
+            yield f"In your own loop: `wrapped = shardproof.wrap(model, {given})`."
         yield ""
     console = entry.get("console") or ("case" in entry and case_command(entry))
     if console:
@@ -259,7 +260,8 @@ def _use(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
     elif name.startswith("ecosystem/"):
         scenario = next(p.stem for p in _scenarios() if name in p.read_text(encoding="utf-8"))
         yield "After [installing it](../install-extras.md), this command tests it:"
-        yield from ("", f"    shardproof run scenarios/ecosystem/{scenario}.yaml -k '{name}'", "")
+        path = f"scenarios/ecosystem/{scenario}.yaml"
+        yield from ("", f"    shardproof run {path} --tier full -k '{name}'", "")
     source = _source(name).relative_to(ROOT)
     yield f"[Options](../options.md), source: [{source}](../../{source})."
     yield ""

@@ -105,8 +105,9 @@ def test_every_measured_case_is_of_the_scenario() -> None:
         command_line.app, ["list", "cases", made.SCENARIO, "--tier", "full"], catch_exceptions=False
     )
     assert {*done.output.split()} >= {one["case"] for one in made.measured().values()}
-    used = {entry["case"] for entry in made.entries().values() if "case" in entry}
-    used |= {key for entry in made.entries().values() for key in entry.get("more_cases", ())}
+    entries = [made.entries()[name] for name in made.names()]
+    used = {entry["case"] for entry in entries if "case" in entry}
+    used |= {key for entry in entries for key in entry.get("more_cases", ())}
     assert used == {*made.measured()}
 
 
