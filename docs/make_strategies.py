@@ -133,8 +133,9 @@ def measure() -> None:
 def keep(runs: Sequence[Path]) -> None:
     """Write what cases in run folders measured."""
     lines = [line for run in runs for line in (run / "cases.jsonl").read_text().splitlines()]
-    found = dict(sorted(filter(None, map(_kept, map(json.loads, lines)))))
-    MEASURED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = dict(filter(None, map(_kept, map(json.loads, lines))))
+    text = json.dumps(found, indent=1, sort_keys=True)
+    MEASURED.write_text(f"{text}\n", encoding="utf-8")
 
 
 def _kept(line: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
@@ -439,7 +440,8 @@ def _faults(name: str, entry: Mapping[str, Any], faults: Sequence[Mutant]) -> It
     yield ""
     for fault in chosen:
         killed = ", ".join(fault.killed_by)
-        yield f"- `{fault.name}`: {cell(fault.summary)} (killed by {killed})"
+        sentence = re.split(r"(?<=[a-z)])\. ", fault.summary)[0]
+        yield f"- `{fault.name}`: {cell(sentence)} (killed by {killed})"
     yield ""
 
 
