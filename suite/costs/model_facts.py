@@ -331,7 +331,7 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
         | dict(workload.found.calls),
         inputs=inputs,
         roles=dict(workload.roles),
-        heads=_heads(model, workload.roles),
+        heads=heads_of(model, workload.roles),
         label_smoothing=None if form is None else form.label_smoothing,
         hidden=_hidden(workload, case, inputs if piped else ()),
     )
@@ -364,7 +364,7 @@ def _calls(module: nn.Module) -> Mapping[str, int]:
     return told if isinstance(told, Mapping) else {}
 
 
-def _heads(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+def heads_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[int, int]]:
     """Query and KV heads of every module that attends with a fused projection."""
     heads = {}
     for projection in (name for name, role in roles.items() if role == "heads"):

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from shardproof.costs import model
 from shardproof.costs.layout import chunk
-from shardproof.costs.model import Bytes, CostModel, Flow, Local, Operation
+from shardproof.costs.model import Bytes, CostModel, Flow, Local, NoCostModel, Operation
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
 from shardproof.costs.stages import comes_apart
 
@@ -95,7 +95,10 @@ class TensorParallel(CostModel):
     @property
     def table(self) -> TensorFacts:
         """The embedding of positions."""
-        return next(t for t in self.facts.parameters if self.facts.role(t) == "positions")
+        found = [t for t in self.facts.parameters if self.facts.role(t) == "positions"]
+        if not found:
+            raise NoCostModel("no parameter has the role positions, which tells the width")
+        return found[0]
 
     @property
     def classes(self) -> int:

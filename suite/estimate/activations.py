@@ -18,6 +18,7 @@ divides the left column by t, too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardproof.estimate.shapes import Batch, Shape
@@ -49,16 +50,40 @@ def of_layer(shape: Shape, batch: Batch, how: Setting) -> float:
     return split / how.tensor + whole / (how.tensor if how.sequence_parallel else 1)
 
 
-def of_layers(layers: int, shape: Shape, batch: Batch, how: Setting) -> float:
-    """Bytes of ``layers`` layers: with whole recomputation the inputs of groups, and one group."""
-    one = of_layer(shape, batch, how)
-    if how.recompute in (NONE, SELECTIVE):
-        return layers * one
-    every = int(how.recompute)
-    tokens = batch.samples * (batch.positions or shape.seq)
-    # The input of a group is the first thing that the group itself would keep.
-    groups = -(-layers // every)
-    return (groups - 1) * how.item * tokens * shape.hidden + min(every, layers) * one
+@dataclass(frozen=True)
+class Unit:
+    """Bytes that backward needs of a repeated block, and those of its input, which are among
+    them.
+    """
+
+    kept: float
+    input: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of activations when forward ends, and at the fullest moment of backward."""
+
+    by_forward: float
+    peak: float
+
+
+def of_units(first: float, units: Sequence[Unit], last: float, recompute: str | int = NONE) -> Kept:
+    """Bytes of blocks and of what lies before and behind them.
+
+    Of blocks that are computed again in groups forward keeps the input of each group.  Backward
+    computes a group when it has freed what lies behind the blocks.
+    """
+    if recompute in (NONE, SELECTIVE) or not units:
+        whole = first + sum(unit.kept for unit in units) + last
+        return Kept(whole, whole)
+    every = int(recompute)
+    #     first | group | group | last      kept:  first  input  input  last
+    #                   <-------------      peak:  first  input  input  the larger of group and last
+    groups = [units[start : start + every] for start in range(0, len(units), every)]
+    inputs = first + sum(group[0].input for group in groups)
+    again = max(sum(unit.kept for unit in group) - group[0].input for group in groups)
+    return Kept(inputs + last, inputs + max(again, last))
 
 
 def of_ends(shape: Shape, batch: Batch, how: Setting) -> tuple[float, float]:

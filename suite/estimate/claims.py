@@ -252,9 +252,9 @@ def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
         *(given.pop(k, d) for k, d in (("samples", 1), ("positions", 0), ("micro_batches", 1)))
     )
     again, accounting = given.pop("recompute", "none"), given.pop("accounting", "A16")
-    strategy = strategy_of(str(given.pop("impl", strategies.REPLICATION)))
-    mesh = figures.mesh_of(strategy, given.pop("gpus", None), given.pop("mesh", {}))
     options = given.pop("options", {})
+    strategy = strategy_of(str(given.pop("impl", strategies.REPLICATION)), options)
+    mesh = figures.mesh_of(strategy, given.pop("gpus", None), given.pop("mesh", {}))
     one = figures.of_shape(shape, strategy, mesh, accounting, batch, options, again)
     if given:
         valid = ("model", "impl", "gpus", "mesh", "accounting", "options", "recompute", "samples")
@@ -269,7 +269,7 @@ def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
         tokens = batch.samples * (batch.positions or shape.seq)
         parts, split = axes.parts(mesh, "widths"), bool(options.get("sequence_parallel"))
         how = activations.Setting(2, parts, split, again)
-        found["layer"] = Fraction(activations.of_layers(1, shape, batch, how))
+        found["layer"] = Fraction(activations.of_layer(shape, batch, how))
         found["sbh"] = Fraction(tokens * shape.hidden)
     return found
 

@@ -53,12 +53,9 @@ def _assigned(given: list[str] | None, option: str) -> dict[str, Any]:
 
 def _mesh(text: str) -> dict[str, int]:
     found = _assigned([part for part in text.split(",") if part], "--mesh")
-    for name, size in found.items():
+    for name in found:
         if name not in axes.names():
             raise SelectionError(Problem("unknown axis", nearest(name, axes.names(), "axes"), name))
-        if type(size) is not int or size < 1:
-            what = f"axis {name} needs a number of ranks"
-            raise SelectionError(Problem(what, f"write {name}=2", str(size)))
     return found
 
 
@@ -132,22 +129,17 @@ def estimate(
         remedy = nearest(recompute, ("none", "selective"), "a number of layers, or")
         raise SelectionError(Problem("unknown --recompute", remedy, recompute))
     options = _assigned(option, "--option")
+    if isinstance(again, int):
+        options["recompute_every"] = again
     found = []
     for name in impl or _usual(axes_given):
-        strategy = strategy_of(name)
+        strategy = strategy_of(name, options)
         where = figures.mesh_of(strategy, gpus, axes_given)
         found.append(
             figures.of_shape(shape, strategy, where, accounting, work, options, again, name)
         )
     if is_json():
-        own = ("state", "total")
-        plain = [
-            dataclasses.asdict(e)
-            | {n: getattr(e, n) for n in own}
-            | {"ratio": float(e.ratio), "fits": None if most is None else e.total <= most}
-            for e in found
-        ]
-        return echo(json.dumps(plain), raw=True)
+        return make_console().print(_exact(found, most))
     console = make_console()
     if len(found) == 1:
         console.print(found[0].table())
@@ -190,6 +182,19 @@ def _together(found: list[Any], memory: int | None, says: str) -> Table:
         notes=notes,
         align="l" + "r" * (len(parts) + 1),
     )
+
+
+def _exact(found: list[Any], memory: int | None) -> Table:
+    """Every figure in bytes."""
+    from shardproof.estimate.own import fits
+
+    plain = [
+        {**dataclasses.asdict(one), "state": one.state, "total": one.total}
+        | {"ratio": float(one.ratio), "fits": fits(one, memory)}
+        for one in found
+    ]
+    rows = [[str("" if value is None else value) for value in each.values()] for each in plain]
+    return Table("Estimates in bytes", tuple(plain[0]), rows)
 
 
 def _world(one: Any) -> str:

@@ -26,6 +26,8 @@ from shardproof.table import Table
 #: Ranks times parameters up to which every rank is looked at.  Beyond it ranks at the ends of each
 #: axis stand for all: a rank between them may hold a few step counters more.
 _LOOKED_AT = 200_000
+#: Ranks of the largest mesh: each has an entry in the model facts.
+_MOST_RANKS = 1_000_000
 _GB = 10**9
 _ONE = Batch()
 
@@ -36,7 +38,8 @@ class Estimate:
 
     ``communication`` is the most that gathered units, buckets and what collectives receive take at
     once.  ``host``: what offload keeps in host memory.  ``activations`` is ``None`` where the
-    layers are not known; ``total`` is then without them.  ``sent`` is ``None`` without a formula.
+    layers are not known; ``total`` is then without them.  ``kept`` are those that are there when
+    forward ends: fewer where layers are computed again.  ``sent`` is ``None`` without a formula.
     """
 
     model: str
@@ -51,6 +54,7 @@ class Estimate:
     optimizer_state: int
     communication: int
     activations: int | None
+    kept: int | None
     host: int
     whole: int
     sent: float | None
@@ -110,14 +114,20 @@ def mesh_of(strategy: str, gpus: int | None, given: Mapping[str, int]) -> dict[s
     :raises SelectionError: the mesh does not divide the number of GPUs, or is not the strategy's.
     """
     own = strategies.of(strategy).axes
-    for name in given:
+    for name, size in given.items():
         if name not in own:
             what = f"strategy {strategy} has no axis {name}"
             raise SelectionError(Problem(what, nearest(name, own, "axes"), name))
+        if type(size) is not int or size < 1:
+            what = f"axis {name} needs a number of ranks"
+            raise SelectionError(Problem(what, f"write {name}=2", str(size)))
     inner = math.prod(given.values())
     gpus = inner if gpus is None else gpus
+    if type(gpus) is not int or not 1 <= gpus <= _MOST_RANKS:
+        what, remedy = "no number of GPUs", f"give 1 to {_MOST_RANKS:,}"
+        raise SelectionError(Problem(what, remedy, str(gpus)))
     left, rest = divmod(gpus, inner)
-    if rest or gpus < 1:
+    if rest:
         shown = " x ".join(f"{name} {size}" for name, size in given.items())
         fits = list(range(inner, 4 * inner + 1, inner))
         what = f"{gpus} GPUs are not a multiple of {inner}, the ranks of mesh {shown or '1'}"
@@ -151,44 +161,78 @@ def of_shape(
     if isinstance(recompute, int):
         options["recompute_every"] = recompute
     facts = facts_of(shape, mesh, options, accounting, batch)
-    if facts.parts("layers") > max(1, shape.layers):
-        what = f"{shape.name} has {shape.layers} layers, too few for {facts.parts('layers')} stages"
-        raise SelectionError(Problem(what, "write fewer stages", str(dict(mesh))))
     kept = None
     if shape.layers:
         sequence = bool(options.get("sequence_parallel", False))
         how = activations.Setting(itemsize(facts), facts.parts("widths"), sequence, recompute)
-        kept = round(max(_kept(facts, shape, batch, how)))
+        tokens = batch.samples * (batch.positions or shape.seq)
+        one = activations.of_layer(shape, batch, how), float(how.item * tokens * shape.hidden)
+        units = [activations.Unit(*one)] * shape.layers
+        kept = kept_of(facts, units, activations.of_ends(shape, batch, how), recompute)
     elif facts.parts("widths") > 1 or facts.parts("layers") > 1:
         what = f"{shape.name} gives no layers that ranks could split, only a size"
         raise SelectionError(Problem(what, "name a model, e.g. 7b", shape.name))
     return estimated(facts, shape.name, strategy, accounting, kept, implementation)
 
 
-def _kept(
-    facts: ModelFacts, shape: Shape, batch: Batch, how: activations.Setting
-) -> Iterator[float]:
-    """Bytes of activations on each rank of the pipeline (one, where there is none)."""
-    ends = activations.of_ends(shape, batch, how)
+def kept_of(
+    facts: ModelFacts,
+    units: Sequence[activations.Unit],
+    ends: tuple[float, float],
+    recompute: str | int,
+) -> activations.Kept:
+    """Activations of the rank that has most of them; ``ends``: what lies around the blocks.
+
+    :raises SelectionError: a schedule without a closed form.
+    """
+    found = [*_by_stage(facts, units, ends, recompute)]
+    return activations.Kept(max(k.by_forward for k in found), max(k.peak for k in found))
+
+
+def _require_blocks(facts: ModelFacts) -> None:
+    """Blocks enough for the stages, and for groups that are computed again."""
+    stages = len(stages_of(facts).place) if facts.parts("layers") > 1 else 1
+    units, every = len(facts.units), int(facts.option("recompute_every", 0))
+    if stages > max(1, units):
+        what = f"the model has {units} blocks, too few for {stages} stages"
+        raise SelectionError(Problem(what, "write fewer stages", str(dict(facts.axes))))
+    if not 0 <= every <= units:
+        what = f"the model has {units} blocks, which are computed again in groups of {every}"
+        raise SelectionError(Problem(what, f"give a number up to {units}", str(every)))
+
+
+def _by_stage(
+    facts: ModelFacts,
+    units: Sequence[activations.Unit],
+    ends: tuple[float, float],
+    recompute: str | int,
+) -> Iterator[activations.Kept]:
+    """Activations of each rank of the pipeline (one, where there is none)."""
+    first, last = ends
     ranks = facts.parts("layers")
     if ranks == 1:
-        yield activations.of_layers(shape.layers, shape, batch, how) + sum(ends)
+        yield activations.of_units(first, units, last, recompute)
         return
     stages, form = stages_of(facts), FORMS.get(schedule_name(facts.options) or "")
     if form is None:
         remedy = nearest(str(facts.options.get("schedule")), FORMS, "schedules")
         raise SelectionError(Problem("there is no closed form of this schedule", remedy))
-    window = Window(ranks, batch.micro_batches, len(stages.place) // ranks)
+    window = Window(ranks, facts.rounds, len(stages.place) // ranks)
     for rank in range(ranks):
         held, own = form.held(window, rank), stages.of(rank)
         if held is None:
             continue
+        chunks = []
+        for part in (stages.units[stage] for stage in own):
+            # What a stage sends on stays until its gradient comes back.
+            given = units[part.stop].input if part.stop < len(units) else 0
+            of_part = units[part.start : part.stop]
+            chunks.append(activations.of_units(given, of_part, 0, recompute))
         # In flight counts chunks; the largest chunk of a rank bounds them.
-        most = max(len(stages.units[stage]) for stage in own)
-        layers = activations.of_layers(most, shape, batch, how)
-        first, last = 0 in own, len(stages.place) - 1 in own
-        one = ends[0] * first + (ends[1] if last else 0)
-        yield held * layers + one * min(held, ranks)
+        most = max(chunks, key=lambda chunk: chunk.peak)
+        one = first * (0 in own) + last * (len(stages.place) - 1 in own)
+        kept = held * most.by_forward + one * min(held, ranks)
+        yield activations.Kept(kept, kept + most.peak - most.by_forward)
 
 
 def _ranks(facts: ModelFacts) -> Iterator[int]:
@@ -213,16 +257,17 @@ def estimated(
     model: str,
     strategy: str,
     accounting: str,
-    kept: int | None,
+    kept: activations.Kept | None,
     implementation: str = "",
     notes: Sequence[str] = (),
 ) -> Estimate:
-    """The estimate of ``facts``; ``kept``: bytes of activations.
+    """The estimate of ``facts``; ``kept``: activations.
 
     :raises SelectionError: the mesh cannot share the model, or no formula tells.
     """
     if reason := cannot_fit(facts, strategy):
         raise SelectionError(Problem(reason, "choose another size of that axis", strategy))
+    _require_blocks(facts)
     try:
         cost_model = asked(cost_model_class(strategy), facts)
         held = {rank: _complete(cost_model, rank) for rank in _ranks(facts)}
@@ -241,7 +286,8 @@ def estimated(
         accounting=accounting,
         **{kind: own.get(kind, 0) for kind in JUDGED},
         communication=moving,
-        activations=kept,
+        activations=None if kept is None else round(kept.peak),
+        kept=None if kept is None else round(kept.by_forward),
         host=max(sum(cost_model.host(rank, 0, 0).values()) for rank in held),
         # Of one copy: every rank holds the same, so no world of them is looked through.
         whole=DDP(replace(facts, axes=axes.replicas(1))).total(),

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardproof import registry, strategies
-from shardproof.costs.model_facts import ModelFacts, TensorFacts
+from shardproof.axes import dividing
+from shardproof.contract import Refused, Role
+from shardproof.costs.model_facts import ModelFacts, TensorFacts, heads_of, shape_key
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.estimate import activations, figures, shapes
 from shardproof.estimate.figures import Estimate
 from shardproof.estimate.shapes import Batch
+from shardproof.registry.declaration import BrokenContract, Declaration
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def strategy_of(implementation: str) -> str:
-    """The strategy of an implementation, or the name of a strategy itself.
+def strategy_of(implementation: str, options: Mapping[str, Any] | None = None) -> str:
+    """The strategy of an implementation, or the name of a strategy itself, with its ``options``.
 
-    :raises SelectionError: it is neither, or its strategy has no formulas.
+    Those of a strategy are the ones of its reference.
+
+    :raises SelectionError: it is neither, its strategy has no formulas, or it takes no such option.
     """
     name = implementation
     if "/" in name or ":" in name:
@@ -30,6 +37,13 @@ def strategy_of(implementation: str) -> str:
     if not strategies.of(name).is_known:
         valid = [*strategies.names(), *registry.names()]
         raise SelectionError(Problem("no formulas are known", nearest(name, valid), implementation))
+    asked = implementation if name != implementation else f"reference/{name}"
+    if options and (name != implementation or asked in registry.names()):
+        try:
+            Declaration.of(registry.load(asked), options)
+        except (Refused, BrokenContract) as error:
+            what = f"{asked} does not take these options"
+            raise SelectionError(Problem(what, str(error), str(dict(options)))) from error
     return name
 
 
@@ -43,6 +57,7 @@ def estimate(
     accounting: str = "",
     inputs: tuple[Any, ...] = (),
     units: tuple[str, ...] = (),
+    roles: Mapping[str, Role] | None = None,
     samples: int = 1,
     positions: int = 0,
     micro_batches: int = 1,
@@ -55,28 +70,31 @@ def estimate(
     module.  Of a module the dtypes are as built unless an ``accounting`` is given, ``optimizer`` is
     a name or an optimizer of torch, and activations are counted where ``inputs`` (a tuple, for one
     micro-batch) are given: one forward on the device ``meta``, which computes no numbers.
-    ``units``: names of its repeated blocks (default: the children of its longest ``ModuleList``).
+    ``units`` and ``roles``: its repeated blocks, and what its layers are for, as those of
+    :class:`shardproof.OwnWorkload`.
 
     :raises ValueError: unknown names, a mesh that does not divide, an optimizer without formulas.
     """
-    strategy = strategy_of(impl)
-    axes = figures.mesh_of(strategy, gpus, mesh or {})
+    if not isinstance(recompute, str):
+        options["recompute_every"] = recompute
+    strategy = strategy_of(impl, options)
+    axes, batch = (
+        figures.mesh_of(strategy, gpus, mesh or {}),
+        Batch(samples, positions, micro_batches),
+    )
     if isinstance(model, str):
-        batch = Batch(samples, positions, micro_batches)
         shape, given = shapes.model(model), accounting or "A16"
         return figures.of_shape(shape, strategy, axes, given, batch, options, recompute, impl)
-    if isinstance(recompute, int):
-        options["recompute_every"] = recompute
-    facts = facts_of_module(model, optimizer, axes, options, units)
+    facts = facts_of_module(model, optimizer, axes, options, units, roles, micro_batches)
     if accounting:
         facts = shapes.in_accounting(facts, accounting, micro_batches)
-    kept: int | None = None
-    notes: tuple[str, ...] = ()
+    kept, notes = None, ""
     if inputs:
-        kept, why_not = counted(model, inputs, facts)
-        notes = (f"activations not counted: {why_not}",) if why_not else ()
-    name = type(model).__name__
-    return figures.estimated(facts, name, strategy, accounting or "as built", kept, impl, notes)
+        facts, kept, notes = _counted(model, inputs, facts)
+    name, told = type(model).__name__, accounting or "as built"
+    found = figures.estimated(facts, name, strategy, told, kept, impl, [notes] if notes else [])
+    # What stages and parts of layers send depends on the activations.
+    return found if facts.inputs or not dividing(axes) else replace(found, sent=None)
 
 
 def facts_of_module(
@@ -85,29 +103,106 @@ def facts_of_module(
     axes: Mapping[str, int],
     options: Mapping[str, Any],
     units: tuple[str, ...] = (),
+    roles: Mapping[str, Role] | None = None,
+    micro_batches: int = 1,
 ) -> ModelFacts:
-    """What cost models know of a module; an optimizer's state is that of torch's Adam or SGD."""
+    """What cost models know of a module; an optimizer's state is that of torch's Adam or SGD.
+
+    :raises SelectionError: nothing to train, or layers that the mesh cannot share.
+    """
+    units, roles = _described(model, units, roles)
     owners: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(tensor), []).append(name.rpartition(".")[0])
+    places = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    starts = [places[name] for name in units]
 
     def told(name: str, tensor: Any) -> TensorFacts:
-        dtype, own = str(tensor.dtype).removeprefix("torch."), owners.get(id(tensor), ())
-        return TensorFacts(name, tuple(tensor.shape), dtype, tensor.requires_grad, tuple(own))
+        dtype, own = str(tensor.dtype).removeprefix("torch."), owners.get(id(tensor))
+        own = own or [name.rpartition(".")[0]]
+        # What is registered before the first block belongs to it, else to the block before it.
+        homes = {max(bisect_right(starts, places[owner]) - 1, 0) for owner in own}
+        shape, trains = tuple(tensor.shape), tensor.requires_grad
+        return TensorFacts(name, shape, dtype, trains, tuple(own), units=tuple(sorted(homes)))
 
     kind, momentum = _optimizer(optimizer)
     shares = ModelFacts(axes, {}, ())
-    return ModelFacts(
+    facts = ModelFacts(
         axes=axes,
         options=dict(options),
         parameters=tuple(told(name, p) for name, p in model.named_parameters()),
         buffers=tuple(told(name, b) for name, b in model.named_buffers()),
         modules={name: type(module).__name__ for name, module in model.named_modules()},
-        units=units or _blocks(model),
-        micro_batches=(1,) * shares.size("+".join(shares.data_axes) or "none"),
+        units=units,
+        micro_batches=(micro_batches,) * shares.size("+".join(shares.data_axes) or "none"),
         optimizer=kind,
         momentum=momentum,
+        roles=roles,
     )
+    if facts.parts("widths") == 1:
+        return facts
+    if not {*roles.values()} & {"column", "row", "heads", "embedding", "classes"}:
+        what = f"no layer of {type(model).__name__} is known as one that ranks can share"
+        remedy = "give roles={'NAME': 'column', ...}, as those of shardproof.OwnWorkload"
+        raise SelectionError(Problem(what, remedy))
+    try:
+        return replace(facts, heads=heads_of(model, roles))
+    except AttributeError as error:
+        what = f"an attention whose projection has the role heads lacks an attribute: {error}"
+        remedy = "give the module head_size, and group (query heads of a KV head)"
+        raise SelectionError(Problem(what, remedy)) from error
+
+
+def _described(
+    model: Any, units: tuple[str, ...], roles: Mapping[str, Role] | None
+) -> tuple[tuple[str, ...], Mapping[str, Role]]:
+    """Blocks and roles of a module, as given or found."""
+    from torch import nn
+
+    from shardproof.workloads.own import OwnWorkload
+
+    if not isinstance(model, nn.Module):
+        what, remedy = "no model", "give a name (`shardproof estimate --models`) or an nn.Module"
+        raise SelectionError(Problem(what, remedy, repr(model)))
+    named = dict(model.named_parameters())
+    if lazy := [n for n, p in named.items() if isinstance(p, nn.UninitializedParameter)]:
+        what = f"parameter {lazy[0]} has no shape yet"
+        raise SelectionError(Problem(what, "call the model once, so that lazy layers are made"))
+    if not named:
+        what = f"{type(model).__name__} has no parameters"
+        raise SelectionError(Problem(what, "give a module with layers that hold some"))
+    own = OwnWorkload(lambda: model, _nothing, _nothing, units=units, roles=roles)
+    own.name = type(model).__name__
+    try:
+        return own.units(model), own.roles(model)
+    except ValueError as error:
+        names = ", ".join([name for name, _ in model.named_modules() if name][:8])
+        raise SelectionError(Problem(str(error), f"modules of it: {names}, ...")) from error
+
+
+def _nothing(*_: Any) -> Any:
+    """The loss and the data of a model that is not trained."""
+
+
+def _counted(
+    model: nn.Module, inputs: Any, facts: ModelFacts
+) -> tuple[ModelFacts, activations.Kept | None, str]:
+    """``facts`` with what travels between blocks, the activations, and why there are none."""
+    from torch import Tensor
+
+    from shardproof.estimate.counted import Forward
+
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    forward = Forward(model, given, facts)
+    if forward.problem:
+        return facts, None, f"activations not counted: {forward.problem}"
+    if dividing(facts.axes) and isinstance(given[0], Tensor):
+        shape, shares = tuple(given[0].shape), len(facts.micro_batches)
+        sizes = tuple(forward.outputs[number + 1] for number in range(len(facts.units) - 1))
+        window = (shape,) * facts.rounds
+        facts = replace(facts, inputs=(((window,),) * shares,), hidden={shape_key(shape): sizes})
+    again = int(facts.option("recompute_every", 0)) or activations.NONE
+    return facts, figures.kept_of(facts, *forward.units(), again), ""
 
 
 def _optimizer(given: Any) -> tuple[str, float]:
@@ -119,58 +214,6 @@ def _optimizer(given: Any) -> tuple[str, float]:
         remedy = nearest(name, known, "optimizers")
         raise SelectionError(Problem("no formula covers this optimizer's state", remedy, name))
     return known[name], float(momentum)
-
-
-def _blocks(model: nn.Module) -> tuple[str, ...]:
-    from torch import nn
-
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    if not lists:
-        return ()
-    name, longest = max(lists, key=lambda found: len(found[1]))
-    return tuple(f"{name}.{child}" for child, _ in longest.named_children())
-
-
-def counted(model: nn.Module, inputs: tuple[Any, ...], facts: ModelFacts) -> tuple[int | None, str]:
-    """Bytes that backward needs of one forward, or why they could not be counted."""
-    import torch
-    from torch.func import functional_call
-
-    kept: dict[int, Any] = {}
-
-    def moved(tensor: Any, dtype: str | None = None) -> Any:
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        kind = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
-        return torch.empty_like(tensor, device="meta", dtype=kind).requires_grad_(
-            tensor.requires_grad
-        )
-
-    def note(tensor: Any) -> Any:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    state = {
-        name: moved(p, facts.compute(str(p.dtype).removeprefix("torch.")))
-        for name, p in model.named_parameters()
-    }
-    state |= {name: moved(b) for name, b in model.named_buffers()}
-    # Inputs in the dtype that the model is built in are computed with like its parameters.
-    built = next((p.dtype for p in model.parameters()), None)
-    compute = None if built is None else facts.compute(str(built).removeprefix("torch."))
-    given = [moved(x, compute if getattr(x, "dtype", None) == built else None) for x in inputs]
-    own = {
-        tensor.untyped_storage()._cdata
-        for tensor in (*state.values(), *given)
-        if isinstance(tensor, torch.Tensor)
-    }
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            result = functional_call(model, state, tuple(given))
-    except Exception as error:  # noqa: BLE001 - the model is the user's
-        return None, f"its forward on the device meta raised {type(error).__name__}: {error}"
-    del result
-    return sum(storage.nbytes() for key, storage in kept.items() if key not in own), ""
 
 
 def fits(found: Estimate, memory: int | None) -> str:

@@ -68,6 +68,12 @@ class Batch:
     positions: int = 0
     micro_batches: int = 1
 
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("positions", 0), ("micro_batches", 1)):
+            if type(value := getattr(self, name)) is not int or value < least:
+                what, remedy = f"no number of {name}", f"give a whole number from {least} on"
+                raise SelectionError(Problem(what.replace("_", "-"), remedy, str(value)))
+
 
 @cache
 def models() -> Mapping[str, Shape]:
@@ -110,7 +116,9 @@ def model(name: str) -> Shape:
     """
     if (count := _COUNT.match(name)) and name.lower() not in models():
         size = round(float(count[1]) * 10 ** _POWERS[count[2].lower()])
-        return Shape(name, parameters=max(size, 1))
+        if not size:
+            raise SelectionError(Problem("a model without parameters", "write 7.5b", name))
+        return Shape(name, parameters=size)
     found: Shape = known(name.lower(), models(), "model")
     return found
 
