@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -46,6 +47,8 @@ _SIGNS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
     "": lambda a, b: abs(a - b) <= NEAR * abs(b),
 }
 _NOT_RUN = "not run"
+#: Groups of verdicts, in the order of the last line.
+_WORDS = ("true", "true under a condition", "wrong", "open")
 Text = Annotated[str, BeforeValidator(str)]
 
 
@@ -301,7 +304,12 @@ def run(paths: Sequence[Path], session: Any, how: Any) -> int:
         for one in claim.all_figures(verdicts)
         if not one.is_right and not (how.dry_run and one.found == _NOT_RUN)
     ]
-    make_console().print(table(claims, verdicts, detailed=how.rows or len(claims) == 1))
+    sentences = [claim for claim in claims if claim.file.claim.isdecimal()]
+    papers = [claim for claim in claims if not claim.file.claim.isdecimal()]
+    for title, found in (("Claims", sentences), ("Tables of papers", papers)):
+        if found:
+            shown = table(found, verdicts, detailed=how.rows or len(claims) == 1)
+            make_console().print(shown.titled(title))
     for line in wrong:
         echo(line)
     return code or int(bool(wrong))
@@ -324,9 +332,13 @@ def table(claims: Sequence[Claim], verdicts: Mapping[str, str], detailed: bool =
             says = {None: "", True: "agrees", False: "differs"}[one.agrees]
             rows.append(("", one.what, f"{one.claimed} {says}".strip(), one.found))
             marks.append("" if one.is_right else "bad")
-    counts = [sum(c.verdict() == v for c in claims) for v in ("true", "wrong")]
-    ifs = sum(c.verdict().startswith("true if") for c in claims)
-    told = f"{counts[0]} true, {ifs} true under a condition, {counts[1]} wrong"
+    found_of = Counter(_word(claim.verdict()) for claim in claims)
+    told = ", ".join(f"{found_of[word]} {word}" for word in _WORDS if found_of[word])
     note = f"{number(len(claims), 'sentence')}: {told}"
     headings = ("claim", "sentence", "verdict", "what is right")
     return Table("Claims", headings, rows, marks, notes=(note,))
+
+
+def _word(verdict: str) -> str:
+    """The group that a verdict is counted in."""
+    return "true under a condition" if verdict.startswith("true if") else verdict.split(":")[0]
