@@ -1,15 +1,16 @@
-"""Generates the two tables of docs/estimate.md: against the memory ledger, and other estimators.
+"""Generates the tables of docs/estimate.md: sizes, the memory ledger, and other estimators.
 
-    python docs/make_estimates.py                # trains the cases (a minute), writes both tables
-    python docs/make_estimates.py --estimators   # only the second table
+    python docs/make_estimates.py                # trains the cases (a minute), writes all tables
+    python docs/make_estimates.py --estimators   # trains nothing
 
-The second table needs `deepspeed` and `accelerate`; it keeps the rows of one that is missing.
+The table of estimators needs `deepspeed` and `accelerate`; it keeps the rows of one that is missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import re
 import sys
 import time
@@ -206,6 +207,59 @@ def ledger_table(results: Iterable[CaseResult]) -> str:
     return "\n".join(lines)
 
 
+# ------------------------------------------------------------------------------------- sizes
+
+#: A size, and the words of a command that fits 80 GB.
+SIZES = (
+    ("below 1B", "gpt2-large --impl ddp --gpus 8 --batch 4"),
+    ("1B to 10B", "7b --impl zero1 --gpus 8"),
+    ("7B and more", "llama2-70b --impl fsdp --gpus 64 --recompute 1"),
+    (
+        "10B to 175B",
+        "gpt3-175b --impl hybrid --mesh tensor=8,pipe=16 --gpus 1024 --micro-batches 16 "
+        "--recompute selective --option sequence_parallel=true --option data=zero1",
+    ),
+    (
+        "100B to 1T",
+        "gpt-1t --impl hybrid --mesh tensor=8,pipe=64 --gpus 3072 --micro-batches 64 "
+        "--recompute selective --option sequence_parallel=true --option data=zero1",
+    ),
+)
+
+
+def sizes_table() -> str:
+    """What each size of model takes on 80 GB, with its command."""
+    lines = [
+        "| model | state | activations | in all, GB a GPU | command |",
+        "|---|---|---|---|---|",
+    ]
+    for size, words in SIZES:
+        model, *rest = words.split()
+        pairs = list(zip(rest[::2], rest[1::2], strict=True))
+        given: dict[str, Any] = {}
+        for key, value in pairs:
+            if key == "--mesh":
+                axes = (part.split("=") for part in value.split(","))
+                given["mesh"] = {name: int(ranks) for name, ranks in axes}
+                continue
+            name, _, text = value.partition("=") if key == "--option" else (key, "", value)
+            name = name.removeprefix("--").replace("-", "_")
+            given["samples" if name == "batch" else name] = _value(text)
+        one = estimate(model, **given)
+        assert one.total <= 80e9, words
+        sums = (one.state, one.activations or 0, one.total)
+        cells = " | ".join(f"{number / 1e9:,.1f}" for number in sums)
+        lines.append(f"| {size} | {cells} | `shardproof estimate {words}` |")
+    return "\n".join(lines)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 # ------------------------------------------------------------------------------ other estimators
 
 
@@ -358,7 +412,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--estimators", action="store_true")
     only = parser.parse_args().estimators
-    text = PAGE.read_text(encoding="utf-8")
+    text = replaced(PAGE.read_text(encoding="utf-8"), "sizes", sizes_table())
     lacking = [n for n in ("deepspeed", "accelerate") if importlib.util.find_spec(n) is None]
     if lacking:
         print(f"the table of estimators stays: no package {', '.join(lacking)} here")

@@ -63,6 +63,16 @@ def test_cases_hold_what_is_estimated() -> None:
     assert again[2] - again[1] == pytest.approx(again[-2] - again[-1] + size, rel=0.05)
 
 
+def test_the_page_has_our_figures() -> None:
+    script, page = _script(), (ROOT / "docs/estimate.md").read_text(encoding="utf-8")
+    for line in script.sizes_table().splitlines():
+        assert line in page, "run docs/make_estimates.py"
+    for row in script.ROWS:
+        figures, _ = script.ours(row)
+        (line,) = (x for x in page.splitlines() if x.startswith(f"| {row.model} | {row.what} |"))
+        assert figures == line.split(" | ")[6], "run docs/make_estimates.py --estimators"
+
+
 def test_activations_of_groups_that_are_computed_again() -> None:
     unit = activations.Unit(kept=10, input=2)
     assert activations.of_units(1, [unit] * 4, 3) == activations.Kept(44, 44)
