@@ -3,7 +3,7 @@
     python docs/make_estimates.py                # trains the cases (a minute), writes all tables
     python docs/make_estimates.py --estimators   # trains nothing
 
-The table of estimators needs `deepspeed` and `accelerate`; it keeps the rows of one that is missing.
+The table of estimators needs `deepspeed` and `accelerate`; without them the rows stay.
 """
 
 from __future__ import annotations

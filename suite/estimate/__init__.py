@@ -1,4 +1,4 @@
-"""What training needs before it runs: bytes on every rank, and bytes sent, by closed formulas.
+"""The needs of training before it runs: bytes on every rank, bytes sent, by closed formulas.
 
 The formulas are those of the checks (``suite/costs/``), evaluated at any size.  The package itself
 can be called::

@@ -29,7 +29,7 @@ NONE, SELECTIVE = "none", "selective"
 
 @dataclass(frozen=True)
 class Setting:
-    """What the bytes of a layer depend on beside its shape."""
+    """The choices, besides the shape, that the bytes of a layer depend on."""
 
     item: int = 2
     tensor: int = 1

@@ -131,7 +131,7 @@ class Claim:
         return found
 
     def cases(self) -> list[Case]:
-        """The cases that measure it, and those of planted faults beside their parents."""
+        """The cases that measure it, and those of planted faults with their parents."""
         from shardproof.cases.kills import pair
         from shardproof.registry import load_mutant
         from shardproof.scenarios.matrix import expand
@@ -232,7 +232,7 @@ def _evaluated(text: str, facts: Mapping[str, Fraction]) -> Fraction:
 
 
 def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
-    """The figures of a setting by name.
+    """The figures of a setting, as a mapping from their names.
 
     :raises InputError: it cannot be.
     """
@@ -316,7 +316,7 @@ def run(paths: Sequence[Path], session: Any, how: Any) -> int:
 
 
 def order(name: str) -> tuple[int, str]:
-    """What claims are sorted by: numbers first."""
+    """The key that sorts claims: numbers first."""
     return (int(name), "") if name.isdecimal() else (10**6, name)
 
 

@@ -1,4 +1,4 @@
-"""Activations of a module of one's own: one forward on the device ``meta``, which computes nothing.
+"""Activations of a user's module: one forward on the device ``meta``, which computes nothing.
 
 Backward needs what autograd saves.  Each storage is counted once, for the block in which it is
 saved first, and by how ranks of a tensor axis share it:
@@ -30,7 +30,7 @@ _COLUMNS, _ROW, _LOGITS = ("column", "heads"), "row", "classes"
 
 
 class Forward:
-    """What one forward of ``model`` leaves for backward, and what its blocks give."""
+    """The storages that one forward of ``model`` leaves for backward, by block."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...], facts: ModelFacts) -> None:
         self.facts = facts

@@ -95,7 +95,7 @@ class Estimate:
                 yield name.replace("_", " "), getattr(self, name)
 
     def traffic(self) -> Iterator[str]:
-        """What a step sends, in a sentence."""
+        """The bytes that a step sends, in a sentence."""
         if self.sent is not None:
             yield f"each rank sends {_size(self.sent)} GB a step"
 

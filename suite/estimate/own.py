@@ -1,4 +1,4 @@
-"""``from shardproof import estimate``: of a model by name, or of a module of one's own."""
+"""``from shardproof import estimate``: for a published model or a user's module."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def estimate(
     recompute: str | int = activations.NONE,
     **options: Any,
 ) -> Estimate:
-    """What training holds on the fullest rank, and sends, by the formulas of the checks.
+    """The bytes that training holds on the fullest rank, and sends, by the formulas of the checks.
 
     ``model``: a name (``shardproof estimate --models``), a number of parameters (``"7.5b"``), or a
     module.  Of a module the dtypes are as built unless an ``accounting`` is given, ``optimizer`` is
@@ -106,7 +106,7 @@ def facts_of_module(
     roles: Mapping[str, Role] | None = None,
     micro_batches: int = 1,
 ) -> ModelFacts:
-    """What cost models know of a module; an optimizer's state is that of torch's Adam or SGD.
+    """The facts of a module for cost models; an optimizer's state is that of torch's Adam or SGD.
 
     :raises SelectionError: nothing to train, or layers that the mesh cannot share.
     """

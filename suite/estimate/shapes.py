@@ -62,7 +62,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step computes: samples of a micro-batch, positions, and micro-batches of each rank."""
+    """The work of a step: samples of a micro-batch, positions, and micro-batches of each rank."""
 
     samples: int = 1
     positions: int = 0
@@ -77,7 +77,7 @@ class Batch:
 
 @cache
 def models() -> Mapping[str, Shape]:
-    """The models of ``models.yaml`` by name."""
+    """Name -> model, as in ``models.yaml``."""
     given = yaml.safe_load((_FILES / "models.yaml").read_text(encoding="utf-8"))
     found = {str(name): Shape(str(name), **keys) for name, keys in given.items()}
     return {name: _filled(shape) if shape.rounded else shape for name, shape in found.items()}
@@ -183,7 +183,7 @@ def _layer(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 def facts_of(
     shape: Shape, axes: Mapping[str, int], options: Options, accounting: str, batch: Batch
 ) -> ModelFacts:
-    """What cost models know of ``shape`` on a mesh; ``options`` are those of an implementation."""
+    """The facts of ``shape`` for cost models on a mesh; ``options``: an implementation's."""
     about = known(accounting, accountings(), "accounting")
     blocks = [f"blocks.{index}" for index in range(shape.layers)]
     owners = {name for found in _tensors(shape) for name in found[2]}

@@ -1,4 +1,4 @@
-"""What this wing adds to the core: ``shardproof estimate``, and files of claims."""
+"""The additions of this wing to the core: ``shardproof estimate``, and files of claims."""
 
 from __future__ import annotations
 

@@ -154,7 +154,8 @@ FAULTS = [one for one in OWN if verb(one) == "mutants"]
 #: says of one case hangs on the baseline.
 READ = {
     **dict.fromkeys(
-        ("--help", "explain", "list", "schema", "verify", "bundle", "report", "badges"), (0,)
+        ("--help", "explain", "list", "schema", "verify", "bundle", "report", "badges", "estimate"),
+        (0,),
     ),
     "compare": (0, 3),
     "gate": (0, 1, 3),

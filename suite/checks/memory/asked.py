@@ -1,4 +1,4 @@
-"""Expected memory of a scenario (``expect.memory``): bytes of each class of tensor, and a ratio.
+"""Expectations of a scenario about memory (``expect.memory``): bytes by class, and a ratio.
 
 Each figure is that of the rank that holds most: bytes of state after the last update,
 ``activations`` and ``peak`` (of all classes at once) at their largest in the last step.  ``ratio``
