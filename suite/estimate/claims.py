@@ -306,9 +306,9 @@ def run(paths: Sequence[Path], session: Any, how: Any) -> int:
     ]
     sentences = [claim for claim in claims if claim.file.claim.isdecimal()]
     papers = [claim for claim in claims if not claim.file.claim.isdecimal()]
-    for title, found in (("Claims", sentences), ("Tables of papers", papers)):
-        if found:
-            shown = table(found, verdicts, detailed=how.rows or len(claims) == 1)
+    for title, some in (("Claims", sentences), ("Tables of papers", papers)):
+        if some:
+            shown = table(some, verdicts, detailed=how.rows or len(claims) == 1)
             make_console().print(shown.titled(title))
     for line in wrong:
         echo(line)

@@ -11,8 +11,8 @@ saved first, and by how ranks of a tensor axis share it:
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -56,12 +56,12 @@ class Forward:
 
     def units(self) -> tuple[list[Unit], tuple[float, float]]:
         """Bytes of each block on a rank, and of what lies before and behind the blocks."""
-        ranks, sizes = self.facts.parts("widths"), Counter[int]()
+        ranks, sizes = self.facts.parts("widths"), defaultdict[int, float](float)
         by = {"split": ranks, "gathered": 1, "outer": 1}
         if self.facts.option("sequence_parallel", False):
             by["outer"] = ranks
         for place, how, storage in self._kept.values():
-            sizes[place] += storage.nbytes() / by[how]  # type: ignore[assignment]
+            sizes[place] += storage.nbytes() / by[how]
         blocks = len(self._names)
         units = [Unit(sizes[n], self._inputs[n] / by["outer"]) for n in range(1, blocks + 1)]
         return units, (sizes[0], sizes[blocks + 1])
@@ -116,7 +116,7 @@ class Forward:
 
 def _on_meta(
     model: nn.Module, inputs: tuple[Any, ...], facts: ModelFacts
-) -> tuple[Mapping[str, Any], tuple[Any, ...]]:
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Parameters and buffers, and the inputs, without values and in the dtypes of computing."""
 
     def moved(tensor: Any, dtype: str | None = None) -> Any:
