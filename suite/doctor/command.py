@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from shardproof import verdicts, wings
-from shardproof.commands.console import echo
+from shardproof.commands.console import echo, is_json, make_console
+from shardproof.table import Table
 
 
 def doctor(
@@ -17,6 +18,9 @@ def doctor(
     ] = False,
 ) -> None:
     """Check this machine for problems that make runs fail or mislead, and print remedies.
+
+    Also says what connects GPUs and nodes (NVLink, InfiniBand), and which timeouts and settings of
+    torch and NCCL are in force.
 
     \b
     shardproof doctor
@@ -29,10 +33,13 @@ def doctor(
 
     if of_cluster and "cluster" not in wings.names():
         raise wings.absent("cluster", "--cluster")
-    ready = True
+    ready, rows = True, []
     for finding in examine(RESULTS, thorough=of_cluster):
         ready = ready and finding.state != "bad"
+        rows.append((finding.state, finding.what, finding.found, finding.remedy))
         echo(f"{finding.state:4}  {finding.what}: {finding.found}")
         if finding.remedy:
             echo(f"      -> {finding.remedy}")
+    if is_json():
+        make_console().print(Table("Findings", ("state", "what", "found", "remedy"), rows))
     raise typer.Exit(verdicts.HELD if ready else verdicts.NOT_DECIDED)

@@ -22,7 +22,9 @@ from shardproof.backends import BACKENDS, Backend
 from shardproof.backends.gloo import INTERFACE, Gloo, loopback, problem_of_interface
 from shardproof.backends.gloo_cuda import GlooCuda
 from shardproof.backends.mpi import Mpi
+from shardproof.doctor import network, settings
 from shardproof.launch.process_control import cores
+from shardproof.runs import machine
 from shardproof.wings import Finding
 
 #: Bytes of shared memory that the records of a few cases at once may take.
@@ -48,6 +50,7 @@ def examine(results: Path, thorough: bool = False) -> Iterator[Finding]:
     yield _results(results)
     of_gloo, of_mpi = [_interface(), _gloo()], list(_mpi())
     yield from (*of_gloo, *of_mpi, _gpus(), _nccl(), _variables())
+    yield from (*network.examine(), *settings.examine(has_gpus=bool(machine.gpus())))
     yield from _backends({Gloo: of_gloo, Mpi: of_mpi})
     for wing in wings.wings():
         yield from wing.findings(thorough)
@@ -257,9 +260,7 @@ def _gpus() -> Finding:
     """The GPUs that torch can use, or why it can use none: no fault, cases there are skipped."""
     import torch
 
-    from shardproof.runs.machine import gpus
-
-    reason, listed = GlooCuda().available(), gpus()
+    reason, listed = GlooCuda().available(), machine.gpus()
     if reason is None:
         return Finding("GPUs", "good", ", ".join(gpu.name for gpu in listed) or "usable by torch")
     if not listed:
@@ -278,9 +279,7 @@ def _nccl() -> Finding:
     """Driver and NCCL; two releases of NCCL in one job do not connect, so both are printed."""
     import torch
 
-    from shardproof.runs.machine import gpus
-
-    drivers = sorted({gpu.driver for gpu in gpus()})
+    drivers = sorted({gpu.driver for gpu in machine.gpus()})
     driver = f"driver {', '.join(drivers)}" if drivers else "no driver"
     if torch.version.cuda is None or not torch.distributed.is_nccl_available():
         remedy = "for cases on nccl install a build of torch with CUDA"
@@ -302,6 +301,8 @@ def _variables() -> Finding:
     for name in unknown:
         near = difflib.get_close_matches(name, known, 1, _NEAR)
         other = "unset, unless a plugin of NCCL reads it"
+        if name in settings.NO_TIMEOUTS:
+            near, other = [], settings.INSTEAD
         meant.append(f"{name}: {f'did you mean {near[0]}?' if near else other}")
     found = f"neither NCCL nor torch knows {', '.join(unknown)}"
     return Finding("NCCL variables", "note", found, "; ".join(meant))
