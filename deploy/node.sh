@@ -1,8 +1,9 @@
 #!/bin/sh
 # Command of the containers in compose.yaml: deploy/node.sh head|node.
-# Reads RUN, NODES, RANKS_PER_NODE, SCENARIO, BACKEND, TIER, EXPRESSION, DEADLINE (seconds per launch), COMPARE.
+# Reads HEAD (name of its node), RUN, NODES, RANKS_PER_NODE, SCENARIO, BACKEND, TIER, EXPRESSION, DEADLINE (seconds per launch), COMPARE.
 set -u
 BACKEND=${BACKEND:-gloo}
+HEAD=${HEAD:-head}
 fail() { echo "$1" >&2; exit 2; }
 case "$RUN" in ''|.*|*[!A-Za-z0-9._-]*) fail "RUN='$RUN' is no name of a folder";; esac
 number() { case "$2" in ''|0*|*[!0-9]*) fail "$1='$2' is no whole number from 1";; esac; }
@@ -17,7 +18,7 @@ records=$run/cluster
 ranks() {
     began=$(date +%s)
     timeout -k 5 "$DEADLINE" torchrun --nproc-per-node "$RANKS_PER_NODE" --max-restarts 0 \
-        --nnodes "$NODES" --rdzv-backend c10d --rdzv-endpoint head:29500 --rdzv-id shardproof \
+        --nnodes "$NODES" --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" --rdzv-id shardproof \
         --rdzv-conf join_timeout=60,last_call_timeout=1 \
         -m shardproof.cluster.torchrun $SCENARIO --backend "$BACKEND" \
         --tier "$TIER" -k "$EXPRESSION" --records "$records" --no-judge
@@ -33,7 +34,7 @@ if [ "$1" = node ]; then
     trap 'exit 0' TERM INT
     misses=0  # in a row: on a busy machine a look-up may fail
     while [ "$misses" -lt 5 ]; do
-        if getent hosts head > /dev/null; then misses=0; else misses=$((misses + 1)); fi
+        if getent hosts "$HEAD" > /dev/null; then misses=0; else misses=$((misses + 1)); fi
         sleep 1 & wait $!
     done
     exit 0
@@ -50,9 +51,13 @@ why=$(mkdir -p "$run" 2>&1 && { [ -w "$run" ] || echo "Permission denied"; })
 # Where no rank comes to write a plan, that of an earlier run would be judged.
 rm -f "$records/plan.json" "$records/out_of_time"
 ranks || echo "the job across nodes ended with code $?"
-if [ -e "$records/out_of_time" ] && [ ! -e "$records/plan.json" ]; then
-    echo "DEADLINE=$DEADLINE: no case began in so many seconds, so nothing was judged: give more" >&2
-    exit 3
+if [ ! -e "$records/plan.json" ]; then
+    if [ -e "$records/out_of_time" ]; then
+        echo "DEADLINE=$DEADLINE: no case began in so many seconds, so nothing was judged: give more" >&2
+        exit 3
+    fi
+    # The reason stands above, among the lines of torchrun: no case has so many ranks, or no node came.
+    fail "nothing was judged: no case began on NODES=$NODES x RANKS_PER_NODE=$RANKS_PER_NODE = $((NODES * RANKS_PER_NODE)) ranks. by-hand has cases of 2, 3, 4, 6 and 8; shardproof list cases SCENARIO --world N --backend $BACKEND lists those of others; --scale node= is NODES - 1"
 fi
 python -m shardproof.cluster.judge "$records" --prune
 code=$?

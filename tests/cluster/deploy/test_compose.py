@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,47 @@ def test_a_deadline_before_any_case_leaves_it_undecided(tmp_path: Path) -> None:
     assert "DEADLINE=1: no case began in so many seconds, so nothing was judged" in said
 
 
+def test_a_number_of_ranks_without_cases_is_stated_with_those_that_have_some(
+    tmp_path: Path,
+) -> None:
+    code, said = head(tmp_path, "exit 1")
+    assert code == 2 and "judged: -m" not in said
+    last = said.splitlines()[-1]
+    assert "no case began on NODES=2 x RANKS_PER_NODE=2 = 4 ranks" in last
+    worlds = re.search(r"by-hand has cases of ([\d, and]+)", last)
+    assert worlds and [*map(int, re.findall(r"\d+", worlds[1]))] == BY_HAND
+
+
+#: Numbers of ranks of the default scenarios, which the message and the pages name.
+BY_HAND = [2, 3, 4, 6, 8]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+def test_the_default_scenarios_have_cases_of_every_documented_number_of_nodes(nodes: int) -> None:
+    """Both scenarios, references and systems of PyTorch, at the default of 2 ranks per node."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = ["list", "cases", "by-hand", "--tier", "quick", "--backend", "gloo"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardproof", *words, "--world", str(2 * nodes)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    systems = {line.split("::")[1].split("+")[0] for line in done.stdout.split()}
+    assert done.returncode == 0, done.stderr
+    assert systems == {"reference/ddp", "pytorch/ddp", "reference/zero2", "reference/fsdp"}
+
+
+def test_the_documented_command_starts_as_many_nodes_as_it_names() -> None:
+    for page in ("compose.yaml", "docs/containers.md"):
+        lines = (ROOT / page).read_text().splitlines()
+        (command,) = [line for line in lines if "docker compose up --scale" in line]
+        nodes, others = re.search(r"NODES=(\d).*--scale node=(\d)", command).groups()  # type: ignore[union-attr]
+        assert int(others) == int(nodes) - 1 and 2 * int(nodes) in BY_HAND
+
+
 def test_what_the_deadline_cut_off_is_judged(tmp_path: Path) -> None:
     code, said = head(tmp_path, f"{COMES}; sleep 100", "exit 3", deadline="1")
     assert code == 3 and "judged:" in said
@@ -115,3 +158,32 @@ def test_what_held_is_run_again_in_local_processes(again: int, code: int, tmp_pa
     found, said = head(tmp_path, COMES, judge)
     assert found == code
     assert f"-m shardproof reproduce {folder} --results {folder}-local\n" in said
+
+
+@pytest.mark.launches
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_nodes_judge_the_default_scenarios_on_eight_ranks(tmp_path: Path) -> None:
+    """The containers of ``NODES=4 docker compose up --scale node=3``, as processes here."""
+    chosen = {"RESULTS": str(tmp_path), "RUN": "run", "NODES": "4", "RANKS_PER_NODE": "2"}
+    chosen |= {"SCENARIO": "by-hand", "TIER": "quick", "EXPRESSION": "", "DEADLINE": "500"}
+    chosen |= {"HEAD": "localhost", "COMPARE": "no", "GLOO_SOCKET_IFNAME": "lo"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, **chosen, "PATH": path, "PYTHONPATH": str(ROOT)}
+    script = ["sh", str(ROOT / "deploy" / "node.sh")]
+    others = [
+        subprocess.Popen(
+            [*script, "node"], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL
+        )
+        for _ in range(3)
+    ]
+    try:
+        done = subprocess.run(
+            [*script, "head"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+    finally:
+        for one in others:
+            one.terminate()
+            one.wait()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 judged (4 pass)" in done.stdout
