@@ -1,4 +1,4 @@
-"""What ranks send over: NVLink between GPUs, and InfiniBand between nodes.
+"""The links that ranks send over: NVLink between GPUs, and InfiniBand between nodes.
 
 Parsers take the text that a tool prints, so tests can give them recorded outputs.
 """

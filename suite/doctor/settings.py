@@ -18,6 +18,8 @@ from shardproof.wings import Finding
 #: torch 2.13: ``ProcessGroupNCCL.hpp`` (calls) and its ``HeartbeatMonitor``.
 CALL_OF_NCCL, WATCHDOG = timedelta(minutes=10), timedelta(minutes=8)
 HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+#: What torchrun and ``init_process_group`` take for ``MASTER_PORT``.
+PORT = 29500
 #: Names that people set for a timeout, and no library reads.
 NO_TIMEOUTS = ("NCCL_SOCKET_TIMEOUT", "NCCL_TIMEOUT", "NCCL_TIMEOUT_MS", "TORCH_NCCL_TIMEOUT")
 INSTEAD = "pass timeout=timedelta(minutes=60) to init_process_group and new_group"
@@ -92,6 +94,18 @@ def interfaces(
     yield Finding("interface of NCCL", "bad" if has_gpus else "note", text, "name one of these")
 
 
+def port(variables: Mapping[str, str]) -> Finding:
+    """Whether ranks can meet at the port that launchers use unless another is named."""
+    given = variables.get("MASTER_PORT", "")
+    number = int(given) if given.isdecimal() and int(given) < 1 << 16 else PORT
+    try:
+        socket.create_server(("", number)).close()
+    except OSError as error:
+        remedy = "`torchrun --standalone`, or another MASTER_PORT; end a job that was left over"
+        return Finding("rendezvous port", "note", f"{number}: {error.strerror}", remedy)
+    return Finding("rendezvous port", "good", f"{number} is free")
+
+
 def files(paths: Sequence[Path] = FILES) -> Iterator[Finding]:
     """Files from which NCCL takes settings, with the names in them."""
     for path in paths:
@@ -109,6 +123,7 @@ def examine(has_gpus: bool) -> Iterator[Finding]:
     from torch.distributed.constants import default_pg_timeout
 
     yield timeouts(os.environ, default_pg_timeout)
+    yield port(os.environ)
     yield from hindrances(os.environ)
     yield from interfaces(os.environ, [name for _, name in socket.if_nameindex()], has_gpus)
     yield from files()

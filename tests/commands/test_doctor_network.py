@@ -6,6 +6,7 @@ kernel print, made for these tests.
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -202,6 +203,15 @@ def test_the_interface_of_nccl_must_exist() -> None:
 
     assert of("") == [] and of("eth") == ["good"] and of("ib0") == ["bad"]
     assert of("ib0", has_gpus=False) == ["note"]
+
+
+def test_a_port_that_is_taken_is_seen() -> None:
+    with socket.create_server(("", 0)) as taken:
+        number = str(taken.getsockname()[1])
+        finding = settings.port({"MASTER_PORT": number})
+        assert finding.state == "note" and number in finding.found and finding.remedy
+    assert settings.port({"MASTER_PORT": number}).state == "good"
+    assert "hidden" not in str(settings.port({"MASTER_PORT": "hidden"}))
 
 
 def test_files_of_nccl_count_and_show_names_only(tmp_path: Path) -> None:
