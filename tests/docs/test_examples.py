@@ -22,6 +22,10 @@ MOST = 60
 EXPECTED = {
     "python examples/broken_ddp.py": (1, [r"fail: 2 ranks, fp64", r"fail: 3 ranks, fp64", "embed"]),
     "python examples/broken_ddp.py --mended": (0, [r"pass: 2 ranks", r"pass: 3 ranks"]),
+    "python examples/linear_rule.py": (
+        0,
+        [r"ranks  batch", r" 16    256    256   0\.\d+   0\.1", r" 64   1024     64 .*nan"],
+    ),
     "python examples/communication_hook.py": (
         0,
         [r"mean, 3 ranks: pass", r"total, 3 ranks: fail .*every gradient is 3 times too large"],

@@ -62,7 +62,9 @@ def test_a_command_parses(command: str) -> None:
     words, context = shlex.split(command)[1:], None
     while hasattr(found, "commands"):
         context = found.context_class(found, parent=context)
-        # `bench A B` and `bench strong`: the group finds the subcommand, and keeps the words.
+        # `bench A B` and `bench strong`: the group puts the subcommand before the words.
+        found.parse_args(context, [*words])
+        words = [*context._protected_args, *context.args]
         _, found, words = found.resolve_command(context, words)
         assert found is not None, command
     found.make_context("shardproof", [*words], parent=context, resilient_parsing=True)

@@ -645,6 +645,8 @@ OTHERS = (
     *(
         "mpi",
         "by-hand",
+        "hundred-layers",
+        "node-axes",
         "ddp-",
         "faults-",
         "checkpoint-",
