@@ -1,7 +1,7 @@
-"""The batch grows with the world: where the linear rule of the learning rate holds, and where it ends.
+"""The batch grows with the world: where the linear rule of learning rates holds, and where it ends.
 
-``ranks`` ranks with 16 samples each take the steps of one process with ``16 * ranks`` samples, so one
-process shows it. Each row sees the same number of samples. *kept*: the learning rate of one rank;
+``ranks`` ranks with 16 samples each take the steps of one process with ``16 * ranks`` samples, so
+one process shows it. Each row sees the same samples. *kept*: the learning rate of one rank;
 *linear*: multiplied by the ranks. A loss above that of one rank is what the larger batch costs.
 
 Run: python examples/linear_rule.py
