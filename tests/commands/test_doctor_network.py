@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardproof.doctor import findings, network, settings
 
@@ -178,7 +179,7 @@ def test_a_timeout_that_no_library_reads_is_seen(
 
 
 def test_torch_has_the_timeouts_that_are_stated() -> None:
-    include = Path(__import__("torch").__file__).parent / "include/torch/csrc/distributed/c10d"
+    include = Path(str(torch.__file__)).parent / "include/torch/csrc/distributed/c10d"
     header = (include / "ProcessGroupNCCL.hpp").read_text()
     assert (
         "kProcessGroupNCCLDefaultTimeout =\n    std::chrono::milliseconds(10 * 60 * 1000)" in header
