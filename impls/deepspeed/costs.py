@@ -266,11 +266,11 @@ class DeepSpeedZero3(_Sharded):
         if self.traced:
             names = ", ".join(self.untraced)
             raise NoCostModel(
-                f"deepspeed_zero3 promises traffic only if these options are 0: {names}"
+                f"deepspeed_zero3 has formulas of traffic only if these options are 0: {names}"
             )
         if not zero.get("reduce_scatter", True) or zero.get("sub_group_size") is not None:
             raise NoCostModel(
-                "deepspeed_zero3 promises no traffic if reduce_scatter is false or "
+                "deepspeed_zero3 has no formula of traffic if reduce_scatter is false or "
                 "sub_group_size is set"
             )
         gathered = [FP32 * self.ranks * self.shard(t) for t in facts.parameters]

@@ -79,9 +79,9 @@ class Options(DDPOptions):
         if self.find_unused_parameters and self.compress.method not in CASTS:
             raise Refused(
                 f"option 'find_unused_parameters' = True with {self.compress.method}: the "
-                "collective by which ranks agree on the used parameters mixes with the hook's "
-                "own (docs/findings.md, 19), and DDP then does not order its buckets by "
-                "arrival, as the emulator does; set find_unused_parameters to false"
+                "collective by which ranks agree on the used parameters mixes with those of the "
+                "hook (docs/findings.md, 19), and DDP no longer orders its buckets by arrival, "
+                "although the emulator of DDP does; set find_unused_parameters to false"
             )
 
 

@@ -120,15 +120,16 @@ def list_(
     If the output is piped, each line is one full name. `cases` and `coverage` take the filters of
     `run`.
 
-    `coverage` counts the cases for each pair of a trigger and a feature. A trigger is a trait, or a
-    form of batch or mesh; a feature is a strategy, an option or a backend. If the output is piped,
-    each line has five columns, separated by tabs: trigger, feature, cases of the quick tier, cases
-    of the full tier, and the reason if there are none.
+    `coverage` counts the cases for each pair of a trigger and a feature. A trigger is a trait of
+    the model (`list traits`), or a shape of the batch or the mesh; a feature is a strategy, an
+    option or a backend. If the output is piped, each line has five columns, separated by tabs:
+    trigger, feature, cases of the quick tier, cases of the full tier, and the reason if there are
+    none.
 
     A pair that has neither a case nor a reason is open. If a pair is open and there are no filters,
-    the exit code is 1. The last line (on stderr if the output is piped) counts the possible
-    combinations of three conditions (states, traits, optimizers, events and features) and shows
-    the share that at least one case has.
+    the exit code is 1. The last line (on stderr if the output is piped) counts
+    all combinations of three conditions, and shows what share of them occurs in at least one case.
+    A condition is a state, a trait, an optimizer, an event or a feature.
 
     \b
     shardproof list impls

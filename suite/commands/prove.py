@@ -358,8 +358,10 @@ def _trained_by(
     path = isinstance(optimizer, str) and ":" in optimizer
     if isinstance(optimizer, OptimizerSpec | str) and not path:
         if settings is not None:
-            remedy = "give a function of your own as optimizer=, or leave settings= out"
-            raise SelectionError(Problem("settings= needs a function as optimizer=", remedy))
+            remedy = "pass a function of your own to optimizer=, or leave settings= out"
+            raise SelectionError(
+                Problem("settings= belongs to an optimizer that is a function", remedy)
+            )
         return optimizer
     _is_ones_own(optimizer, implementation)
     things["optimizer"] = optimizer

@@ -60,7 +60,7 @@ def run(
     shardproof run                                      the quick cases
     shardproof run --tier full                          everything
     shardproof run ddp-gpt --backend gloo --world 4     one part
-    shardproof run --backend mpi                        cases of other backends, on MPI
+    shardproof run --backend mpi                        the cases of gloo and in_memory, on MPI
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
     shardproof run ddp-gpt --impl mine:MyDDP            your own class
     shardproof run --impl mine:MyZero1 --depth layout   demand the bytes of reference/zero1

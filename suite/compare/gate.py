@@ -134,7 +134,10 @@ class Gate:
             "not comparable": len(comparison.apart),
         }
         told = ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "passed")
-        share = f"{self.share:.0%} of the results with a verdict in the baseline have one here"
+        share = (
+            f"{self.share:.0%} of the results with a verdict in the baseline also have one in "
+            "this run"
+        )
         if self.decided and not self.due:
             share = "none of them has a verdict in the baseline"
         return (

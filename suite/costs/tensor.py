@@ -178,7 +178,7 @@ class TensorParallel(CostModel):
             return model.flow(facts, "tensor", "all_reduce", [sum(n for _, n in terms)])
         idle = next((t.name for t, _ in terms if not t.in_every_backward), None)
         if idle is not None:
-            raise model.NoCostModel(f"{idle!r} is not always used: no formula counts its sums")
+            raise model.NoCostModel(f"{idle!r} is not always used: no formula gives bytes")
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
 
     def norms(self) -> list[Flow]:

@@ -74,7 +74,10 @@ def estimate(
         str | None, typer.Option("--memory", metavar="M", help="of one GPU, such as 80GB")
     ] = None,
     mesh: Annotated[
-        str, typer.Option("--mesh", metavar="A=N,...", help="axes; the rest is a data axis")
+        str,
+        typer.Option(
+            "--mesh", metavar="A=N,...", help="sizes of axes; other ranks form a data axis"
+        ),
     ] = "",
     accounting: Annotated[
         str, typer.Option("--accounting", metavar="ID", help="A32, A16, M18, B8, S4 or P4")
@@ -105,9 +108,9 @@ def estimate(
     shardproof estimate 7.5b --gpus 64                  a number of parameters: states only
     shardproof estimate --models
 
-    The formulas are those that the checks `memory` and `traffic` compare with, tolerance 0, on
-    models that run here. GB are 10^9 bytes of the rank that holds most. A16 and A32 are both 16
-    bytes a parameter, and shard differently: docs/estimate.md.
+    In `shardproof run`, the checks `memory` and `traffic` compare measured bytes with the same
+    formulas, tolerance 0. A GB is 10^9 bytes; memory is that of the fullest rank. A16 and A32 are
+    both 16 bytes per parameter, and shard differently: docs/estimate.md.
     """
     from shardproof.estimate import shapes
 

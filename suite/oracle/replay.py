@@ -95,7 +95,7 @@ def replay(
                 versions.append(models.snapshot())
                 moved = True
         if not moved:
-            raise ValueError("servers wait for versions of one another that none of them makes")
+            raise ValueError("servers wait for each other: no server can make its next version")
     return versions
 
 

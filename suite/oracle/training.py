@@ -198,7 +198,7 @@ class _Training:
         if self.draws[0]:
             if rule == "synced":
                 raise NotJoined(
-                    "with synced buffers ranks compute as one, but their dropouts differ"
+                    "synced buffers ask for one process as the oracle, but dropouts of ranks differ"
                 )
             builds = (workload.build_for(0, number) for number, _ in enumerate(self.ranks))
             self.draws = [read_draws(build("meta")) for build in builds]
@@ -240,7 +240,9 @@ class _Training:
         if not terms:
             return [[] for _ in batches]
         if self.rule == "synced":
-            raise NotJoined("with synced buffers ranks compute as one, but their loss terms differ")
+            raise NotJoined(
+                "synced buffers ask for one process as the oracle, but its loss has terms"
+            )
         parts = []
         for number, batch in enumerate(batches):
             self._enter(number)

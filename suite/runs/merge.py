@@ -203,7 +203,9 @@ def _require_alike(parts: Sequence[Part], what: str, of: Callable[[Part], str]) 
     for part in parts:
         if of(part) != of(first):
             both = f"{first.name} ({of(first)}) and {part.name} ({of(part)})"
-            raise SelectionError(Problem(f"the parts are of two {what}: {both}", "name equal ones"))
+            raise SelectionError(
+                Problem(f"the parts are of two {what}: {both}", "merge parts of one")
+            )
 
 
 def _selection(part: Part) -> str:

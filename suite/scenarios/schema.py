@@ -198,7 +198,7 @@ class ImplementationChoice(Model):
     def _labelled(self) -> ImplementationChoice:
         if self.options and self.label is None:
             raise ValueError(
-                "options need a label, which distinguishes ids: add e.g. `label: mine`"
+                "options need a label, so that ids of cases differ: add e.g. `label: mine`"
             )
         return self
 

@@ -130,8 +130,8 @@ def require_element_wise(given: OptimizerSpec) -> None:
         ) from error
     if not torch.equal(whole, parts):
         raise ValueError(
-            f"optimizer {name} is not element-wise: its updates of a matrix and of two flat parts "
-            f"differ, and with sharded state ranks hold such parts; {remedy}"
+            f"optimizer {name} is not element-wise: it updates a whole matrix and its two halves "
+            f"in different ways, and sharded state gives ranks such parts; {remedy}"
         )
 
 

@@ -169,7 +169,7 @@ def require_mesh(axes: Mapping[str, int], world: int) -> None:
         if axis not in names():
             raise ValueError(f"mesh: unknown axis {axis!r}; {nearest(axis, names(), 'valid')}")
         if type(ranks) is not int or ranks < 1:
-            raise ValueError(f"mesh: axis {axis!r} = {ranks!r} is not a number of ranks from 1")
+            raise ValueError(f"mesh: axis {axis!r} = {ranks!r}: write a whole number of at least 1")
     if (asked := size(axes, axes)) != world:
         shape = " x ".join(f"{axis}={ranks}" for axis, ranks in axes.items())
         remedy = f"start {asked} ranks"

@@ -77,8 +77,8 @@ class Watched:
             metavar="S",
             min=1,
             help="stop all ranks when, for S seconds, no rank computes and none enters or "
-            "leaves a collective; 10 seconds are enough if all wait for one another, in "
-            "collectives or in backward()",
+            "leaves a collective; if all wait for one another, in collectives or in "
+            "backward(), they are stopped after 10 seconds already",
         ),
     ] = 60.0
     results: Annotated[
@@ -143,9 +143,9 @@ def watch(
 
     \b
     Sees:
-    - parameters that differ between ranks at the start; later gradients,
-      optimizer state and parameters that differ (checksums of their bits at steps 1 to 3,
-      then at every K-th step, and at the end)
+    - parameters that differ between ranks at the start
+    - gradients, optimizer state and parameters that differ at a step (checksums of
+      their bits at steps 1 to 3, then at every K-th step, and at the end)
     - learning rates and other hyperparameters that differ between ranks
     - values that are not finite
     - collectives whose order or shape differs between ranks
@@ -162,7 +162,7 @@ def watch(
     Exit codes: 0 all compared values are equal
                 1 a fault, a crash or a hang
                 2 bad input
-                3 nothing was compared, or the last steps of some optimizer were not
+                3 nothing was compared, or some optimizer's last steps were left out
               130 Ctrl-C
     """
     raise typer.Exit(_judged(how.judge, script) if how.judge is not None else _run(script, how))

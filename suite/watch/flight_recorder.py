@@ -35,7 +35,7 @@ class _Plain(pickle.Unpickler):
 
     def persistent_load(self, given: Any) -> NoReturn:
         raise pickle.UnpicklingError(
-            "the file refers to an object outside, which is no plain value"
+            "the file refers to an object that is stored elsewhere; only plain values can be read"
         )
 
 

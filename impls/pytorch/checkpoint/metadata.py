@@ -153,8 +153,8 @@ def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
 def _place(where: Any) -> tuple[str, int, int]:
     if where.state.get("transform_descriptors"):
         raise ValueError(
-            "its data files were written with transforms of torch's extensions, which this "
-            "reader does not undo"
+            "its data files were written through stream extensions of torch, e.g. compression, "
+            "which this reader does not undo"
         )
     begin, length = _numbers([where["offset"], where["length"]])
     return _text(where["relative_path"]), begin, length
