@@ -14,6 +14,7 @@ from tools.studies import (
     false_alarms,
     model_check,
     overhead,
+    training,
 )
 from tools.studies.convergence import on_nodes
 from tools.studies.convergence import study as convergence
@@ -34,6 +35,7 @@ for _name, _command, _help in (
     ("autopsies", autopsies.run, "Does each hang, and only a hang, get the right cause?"),
     ("checkpoints", checkpoints.run, "Random clean saves, loads and reshapes: does any fail?"),
     ("convergence", convergence.convergence, "Do lossy and stale methods reach a target as soon?"),
+    ("training", training.run, "The cost of `Training` over the plain loop of a strategy."),
     ("elastic", elastic.command, "Kill workers and agents of torchrun: are numbers right?"),
     ("mutation", mutation.command, "Which systematic faults of the strategies survive?"),
 ):
