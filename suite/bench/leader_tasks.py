@@ -111,17 +111,21 @@ def time_launch(task: tuple[subjects.Launch, Path]) -> Timed:
 
 
 @_answering
-def one_side(task: tuple[str, subjects.SideRun, Path]) -> Sequence[int | subjects.AloneRecord]:
-    """One side on ranks of its own, untimed: peak bytes of a step (``memory``: on ranks that are
-    threads, where they are counted exactly), or what it takes (``alone``).
+def one_side(
+    task: tuple[str, subjects.SideRun, Path],
+) -> Sequence[subjects.StepBytes | subjects.AloneRecord]:
+    """One side on ranks of its own, untimed: bytes that a step holds and sends (``memory``: on
+    ranks that are threads, where they are counted exactly), bytes that it sends (``sent``), or what
+    it takes (``alone``).
     """
     from shardproof.bench import timed_ranks
 
     what, run, workdir = task
-    if what == "memory":
-        run = replace(run, backend=USUAL)
-        return on_ranks(run, workdir, int, partial(timed_ranks.memory, run))
-    return on_ranks(run, workdir, subjects.AloneRecord, partial(timed_ranks.alone, run))
+    if what == "alone":
+        return on_ranks(run, workdir, subjects.AloneRecord, partial(timed_ranks.alone, run))
+    run = replace(run, backend=USUAL) if what == "memory" else run
+    program = partial(timed_ranks.counted, run, what == "memory")
+    return on_ranks(run, workdir, subjects.StepBytes, program, ledgers=True)
 
 
 @_answering

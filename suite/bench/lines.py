@@ -136,12 +136,24 @@ class Telemetry(StoredModel):
 
 
 class Memory(StoredModel):
-    """Peak bytes of a step of each side on its worst rank: exact (``ledger``) or advisory."""
+    """Peak bytes of a step of each side on its worst rank: exact (``ledger``) or advisory.
+
+    ``device`` and ``host``: by side, the most in either memory where a side uses host memory.
+    """
 
     kind: Literal["ledger", "resident"]
     a: int
     b: int
     ratio: float
+    device: dict[str, int] | None = None
+    host: dict[str, int] | None = None
+
+
+class Sent(StoredModel):
+    """Bytes that a step of each side sends on the rank that sends most, by the traffic ledger."""
+
+    a: int
+    b: int
 
 
 class Counted(StoredModel):
@@ -257,6 +269,7 @@ class MeasuredPair(Line):
     pair: Pair
     meshes: dict[str, dict[str, int]] = Field(default_factory=dict)
     memory: Memory | NoFigures | None = None
+    sent: Sent | NoFigures | None = None
     strategies: dict[str, str] = Field(default_factory=dict)
     telemetry: Telemetry | None = None
     probed: PairProbes | NoFigures | None = None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from shardproof.axes import growing, replicas
 from shardproof.backends import BACKENDS
 from shardproof.bench import leader_tasks, subjects, telemetry
 from shardproof.bench.leader_tasks import LaunchFailed, Timed
-from shardproof.bench.lines import CellProbes, Memory, NoFigures, PairProbes, SideSummary
+from shardproof.bench.lines import CellProbes, Memory, NoFigures, PairProbes, Sent, SideSummary
 from shardproof.bench.model import alpha_beta, scorecard
 from shardproof.bench.scaling import modelled
 from shardproof.bench.scaling.modelled import not_probed
@@ -72,6 +72,7 @@ class Measured:
     seen: telemetry.Seen = field(default_factory=telemetry.Seen)
     sides: dict[str, SideSummary | NoFigures] = field(default_factory=dict)
     memory: Memory | NoFigures | None = None
+    sent: Sent | NoFigures | None = None
     probed: PairProbes | CellProbes | NoFigures | None = None
     peak_bytes: int | None = None
     room: subjects.Room | None = None
@@ -194,23 +195,30 @@ class Session(ExitStack):
             on_blocks(done)
 
     def measure_memory(self, measured: Measured) -> None:
-        """Peak bytes of a step of each side on its worst rank: exactly where all sides run on
-        threads, else the resident memory that passes of one side alone added.
+        """Bytes of a step of each side on its worst rank: those sent, and the peak, exactly where
+        all sides run on threads, else the resident memory that passes of one side alone added.
         """
         if not measured.on_threads:
             measured.memory = _resident(measured)
-            return
-        sides = measured.subject.own_sides
+        sides, what = measured.subject.own_sides, "memory" if measured.on_threads else "sent"
         try:
-            worst = [max(self._one_side("memory", int, measured, side)) for side in sides]
+            ranks = (self._one_side(what, subjects.StepBytes, measured, side) for side in sides)
+            worst = [reduce(subjects.StepBytes.or_more, of_side) for of_side in ranks]
         except LaunchFailed as failed:
-            measured.memory = NoFigures(problem=failed.reason)
+            measured.sent = NoFigures(problem=failed.reason)
+            measured.memory = measured.sent if measured.on_threads else measured.memory
             return
         if isinstance(measured.subject, subjects.Cell):
-            (measured.peak_bytes,) = worst
-        else:
-            a, b = worst
-            measured.memory = Memory(kind="ledger", a=a, b=b, ratio=a / b)
+            (measured.peak_bytes,) = (one.held for one in worst)
+            return
+        a, b = worst
+        measured.sent = Sent(a=a.sent, b=b.sent)
+        if measured.on_threads:
+            spaces: dict[str, Any] = {}
+            if a.host or b.host:
+                spaces = {w: {"a": getattr(a, w), "b": getattr(b, w)} for w in ("device", "host")}
+            both = {"a": a.held, "b": b.held, "ratio": a.held / b.held}
+            measured.memory = Memory(kind="ledger", **both, **spaces)
 
     def run_alone(self, measured: Measured) -> None:
         """Each side in untimed passes of its own: bytes."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardproof.axes import sharing, size
@@ -452,6 +452,25 @@ class RankTimes:
     alone: list[AloneSteps] = field(default_factory=list)
     probes: ProbeRecord | None = None
     counts: RankCounts | None = None
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """The bytes of one step on a rank, as ledgers count them.
+
+    ``held``: the most at once; ``device`` and ``host``: the most in either memory.
+    ``sent``: by the model of :mod:`shardproof.ledgers.traffic`, rounded up.
+    """
+
+    sent: int
+    held: int = 0
+    device: int = 0
+    host: int = 0
+
+    def or_more(self, other: StepBytes) -> StepBytes:
+        """The larger figure of both, one by one."""
+        names = [field.name for field in fields(self)]
+        return StepBytes(**{n: max(getattr(self, n), getattr(other, n)) for n in names})
 
 
 @dataclass(frozen=True)

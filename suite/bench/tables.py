@@ -6,18 +6,20 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shardproof.bench import telemetry
-from shardproof.bench.lines import Counted, InReport, Interval, Memory, NoFigures, PairLine
+from shardproof.bench.lines import Counted, InReport, Interval, Memory, NoFigures, PairLine, Sent
 from shardproof.bench.subjects import LETTERS
 from shardproof.report import brief
 from shardproof.table import Mark, Table
 
 HEADINGS = (
     *("pair", "verdict", "in this report (p, Holm)", "A / B [95 %]", "p", "A/A [95 %]", "margin"),
-    *("A ms", "B ms", "A a second", "B a second", "peak A / B", "goal"),
+    *("A ms", "B ms", "A a second", "B a second", "peak A / B", "sent A / B", "goal"),
 )
 #: The columns of a terminal, without and with -v; all others are below the table with -v.
-BRIEF = ("pair", "verdict", "A / B [95 %]", "goal")
-NARROW = ("pair", "verdict", HEADINGS[2], "A / B [95 %]", "A/A [95 %]", "A ms", "B ms", "goal")
+BYTES = ("peak A / B", "sent A / B")
+BRIEF = ("pair", "verdict", "A / B [95 %]", *BYTES, "goal")
+TIMES = ("A / B [95 %]", "A/A [95 %]", "A ms", "B ms")
+NARROW = ("pair", "verdict", HEADINGS[2], *TIMES, *BYTES, "goal")
 
 
 def rows(lines: Sequence[PairLine]) -> list[tuple[str, ...]]:
@@ -47,6 +49,7 @@ def _row(line: PairLine, beside: InReport | None) -> tuple[str, ...]:
         *measured,
         *(rates(line, letter) for letter in LETTERS),
         _memory(line.memory),
+        _sent(line.sent),
         "-" if met is None else f"{'met' if met else 'missed'} ({line.pair.goal:.2f})",
     )
 
@@ -91,7 +94,7 @@ def beside(line: PairLine) -> list[str]:
     p = f"p {texts['p']} by sign flips" if known else "no p, which takes 6 blocks"
     return [
         f"    A {texts['A a second']}; B {texts['B a second']}",
-        f"    {p}, margin {texts['margin']}, peak {texts['peak A / B']}",
+        f"    {p}, margin {texts['margin']}",
     ]
 
 
@@ -120,9 +123,20 @@ def rates(line: PairLine, side: str) -> str:
 def _memory(memory: Memory | NoFigures | None) -> str:
     if not isinstance(memory, Memory):
         return "-"
+    if memory.device and memory.host:
+        return f"{_mib(**memory.device)}, host {_mib(**memory.host)}"
     advisory = "" if memory.kind == "ledger" else " resident, advisory"
-    mib = " / ".join(f"{peak / 2**20:.1f}" for peak in (memory.a, memory.b))
-    return f"{mib} MiB = {memory.ratio:.3f}{advisory}"
+    return f"{_mib(memory.a, memory.b)}{advisory}"
+
+
+def _sent(sent: Sent | NoFigures | None) -> str:
+    return _mib(sent.a, sent.b) if isinstance(sent, Sent) else "-"
+
+
+def _mib(a: int, b: int) -> str:
+    """Both sizes, and their ratio if there is one."""
+    sizes = f"{a / 2**20:.1f} / {b / 2**20:.1f} MiB"
+    return f"{sizes} = {a / b:.3f}" if a and b else sizes
 
 
 #: What the times of a checkpoint are of.

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
@@ -35,6 +37,8 @@ from shardproof.bench.arm import Arm, assert_nothing_is_recorded, comms_along, e
 from shardproof.bench.model import probes, step_time
 from shardproof.bench.stats import TimedStep
 from shardproof.comm import Comm
+from shardproof.ledgers import program_order, traffic
+from shardproof.ledgers.memory.log import FILE
 from shardproof.ledgers.memory.recorder import MemoryLedger
 
 #: Steps before the one whose memory is looked at: optimizer state is there from the first on.
@@ -219,17 +223,36 @@ class _Probing:
         return [single.record() for single in self._alone]
 
 
-def memory(of_side: subjects.SideRun, rank: int) -> int:
-    """The most bytes that a step holds on this rank, a thread: the ledger's count."""
-    arm = Arm(of_side, rank)
+def counted(of_side: subjects.SideRun, memory: bool, rank: int) -> subjects.StepBytes:
+    """The bytes of a step on this rank, which was joined with ledgers on.
+
+    ``memory``: also those that it holds; the rank is a thread then.
+    """
+    log, sends = program_order.current(), traffic.current()
+    if log is None or sends is None:
+        raise RuntimeError("bytes are counted with ledgers on: RankLaunch(..., ledgers=True)")
+    arm, begin = Arm(of_side, rank), 0
     phase = "setup"
-    with MemoryLedger(lambda: phase) as ledger:
+    with MemoryLedger(lambda: phase) if memory else nullcontext() as ledger:
         arm.set_up()
         for step in range(MEMORY_STEPS):
-            phase, ledger.step = "step", step
-            arm.step()
+            begin, phase = len(sends.calls), "step"
+            if ledger is not None:
+                ledger.step = step
+            with log.step(step):
+                arm.step()
+    sent = math.ceil(sum(call.logical_bytes for call in sends.calls[begin:]))
     arm.close()
-    return ledger.log.peak("step", MEMORY_STEPS - 1).bytes
+    if ledger is None:
+        return subjects.StepBytes(sent)
+    last = MEMORY_STEPS - 1
+    found = subjects.StepBytes(sent, ledger.log.peak("step", last).bytes)
+    for moment, levels, _ in ledger.log.replay():
+        if moment == (last, "step"):
+            host = levels.get((FILE, "all"), 0)
+            every = sum(size for (_, kind), size in levels.items() if kind == "all")
+            found = found.or_more(subjects.StepBytes(0, 0, every - host, host))
+    return found
 
 
 def alone(of_side: subjects.SideRun, rank: int) -> subjects.AloneRecord:

@@ -41,7 +41,7 @@ def test_the_peak_is_at_most_the_peers(
         run = replace(run, backend="in_memory")
 
         def body(rank: int, size: int, run: SideRun = run) -> int:
-            return timed_ranks.memory(run, rank)
+            return timed_ranks.counted(run, True, rank).held
 
         peaks.append(max(succeed(body, pair.world, ledgers=True)))
     ours, theirs = peaks
