@@ -70,7 +70,10 @@ AXES = {
 
 @dataclass(frozen=True)
 class Options(Training, Saved):
-    """The reference's options that FSDP1 supports; prefetching is on or off."""
+    """The reference's options that FSDP1 supports; prefetching is on or off.
+
+    ``compile``: the backend of ``torch.compile`` for every unit but the root.
+    """
 
     wrap: Wrap = field(default_factory=Wrap)
     sharding_strategy: Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"] = (
@@ -79,6 +82,7 @@ class Options(Training, Saved):
     prefetch_forward: int = 0
     prefetch_backward: int = 1
     accumulate_without_communication: bool = False
+    compile: Literal["none", "aot_eager"] = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,6 +215,9 @@ class PyTorchFSDP1(Adapter):
         units = whole_units(module, self.options.wrap, self.build.units)
         if self.options.recompute_every:
             checkpoint_units(module, self.build.units)
+        if self.options.compile != "none":
+            for name in units:
+                module.get_submodule(name).compile(backend=self.options.compile)
         self.loss_factor = float(self.data.size)
         wrapped = self.wrap(module, {module.get_submodule(name) for name in units})
         self.places = list(self.lay_out(wrapped, names))

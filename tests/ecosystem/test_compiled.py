@@ -19,6 +19,7 @@ SMALL = WorkloadSpec("charnames_gpt", global_batch=4, micro_batches=1, params={"
     ("name", "axis", "verdict", "options"),
     [
         ("CheckedDDP", "replicate", "pass", {"compile": "aot_eager"}),
+        ("CheckedFSDP1", "shard", "pass", {"compile": "aot_eager"}),
         ("CheckedFSDP2", "shard", "pass", {"compile": "aot_eager"}),
         ("CheckedDDP", "replicate", "crash", {}),
     ],

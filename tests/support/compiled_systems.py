@@ -6,6 +6,7 @@ from torch._dynamo.utils import counters
 
 from shardproof.contract import Batch, Observe, StepResult
 from shardproof.impls.pytorch.ddp import PyTorchDDP
+from shardproof.impls.pytorch.fsdp1 import PyTorchFSDP1
 from shardproof.impls.pytorch.fsdp2 import PyTorchFSDP2
 
 
@@ -18,6 +19,15 @@ def check_compiled() -> None:
 
 class CheckedDDP(PyTorchDDP):
     """DDP."""
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        result = super().step(batch, observe)
+        check_compiled()
+        return result
+
+
+class CheckedFSDP1(PyTorchFSDP1):
+    """FSDP1."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         result = super().step(batch, observe)
