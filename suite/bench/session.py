@@ -214,11 +214,11 @@ class Session(ExitStack):
         a, b = worst
         measured.sent = Sent(a=a.sent, b=b.sent)
         if measured.on_threads:
-            spaces: dict[str, Any] = {}
+            memory = Memory(kind="ledger", a=a.held, b=b.held, ratio=a.held / b.held)
             if a.host or b.host:
                 spaces = {w: {"a": getattr(a, w), "b": getattr(b, w)} for w in ("device", "host")}
-            both = {"a": a.held, "b": b.held, "ratio": a.held / b.held}
-            measured.memory = Memory(kind="ledger", **both, **spaces)
+                memory = memory.model_copy(update=spaces)
+            measured.memory = memory
 
     def run_alone(self, measured: Measured) -> None:
         """Each side in untimed passes of its own: bytes."""
@@ -405,7 +405,8 @@ def _resident(measured: Measured) -> Memory | NoFigures:
         added[letter] = side.resident_bytes
     if min(added.values()) <= 0:
         return NoFigures(problem="the set-up of one side added no resident memory")
-    return Memory(kind="resident", **added, ratio=added["a"] / added["b"])
+    a, b = added["a"], added["b"]
+    return Memory(kind="resident", a=a, b=b, ratio=a / b)
 
 
 def _report(on_blocks: OnBlocks, before: int, workdir: Path) -> None:

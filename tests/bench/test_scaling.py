@@ -328,7 +328,7 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     assert not kind_of(tmp_path / "absent.yaml")
     for name in ("strong", "scaling/strong", str(STRONG)):
         assert [path.resolve() for path in files([name])] == [STRONG]
-    own = {"strong.yaml", "weak.yaml", "cluster-strong.yaml", "cluster-weak.yaml"}
+    own = {"strong.yaml", "weak.yaml", "cluster-strong.yaml", "cluster-weak.yaml", "mpi.yaml"}
     assert {path.name for path in files(["scaling"])} == own
     with pytest.raises(SelectionError, match="did you mean strong"):
         files(["storng"])
