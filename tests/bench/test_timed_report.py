@@ -11,9 +11,9 @@ from synthetic_run import FULL, interval, scaling_lines, timed, write_run
 from test_report_page import Page
 
 from shardproof import report, wings
-from shardproof.bench import lines
+from shardproof.bench import lines, tables
 from shardproof.bench.drawings import curves, forest
-from shardproof.bench.lines import InReport
+from shardproof.bench.lines import InReport, Memory, Sent
 from shardproof.bench.scaling import tables as scaling_tables
 from shardproof.report import limits, looks, summary
 from shardproof.runs.header import Header
@@ -146,3 +146,14 @@ def test_comparisons_share_one_axis(full: Path) -> None:
     drawing = forest.table([broken]).rows[0][2]
     assert isinstance(drawing, TableCell) and drawing.html == "-"
     assert forest.axis([broken]) is None
+
+
+def test_bytes_stand_next_to_the_ratio() -> None:
+    mib = 1 << 20
+    spaces = {"device": {"a": mib, "b": 2 * mib}, "host": {"a": 2 * mib, "b": 0}}
+    memory = Memory(kind="ledger", a=3 * mib, b=2 * mib, ratio=1.5)
+    offload = memory.model_copy(update=spaces)
+    assert tables._memory(memory) == "3.0 / 2.0 MiB = 1.500"
+    assert tables._memory(offload) == "1.0 / 2.0 MiB = 0.500, host 2.0 / 0.0 MiB"
+    assert tables._sent(Sent(a=0, b=mib)) == "0.0 / 1.0 MiB"
+    assert set(tables.BYTES) <= {*tables.BRIEF} & {*tables.NARROW}
