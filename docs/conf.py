@@ -38,6 +38,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "SECURITY.md",
 ]
+exclude_patterns = ["results/evidence/*/*"]  # runs that pages are generated from
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
