@@ -38,10 +38,10 @@ def section(run: Run) -> str:
     lines = stored.pairs(run)
     texts = [dict(zip(HEADINGS, row, strict=True)) for row in rows(lines)]
     body = [
-        (line.pair.name, *(text[name] for name in COLUMNS), _twin(line))
+        (line.pair.name, *(text[name] for name in COLUMNS), _twin(line), str(line.blocks))
         for line, text in zip(lines, texts, strict=True)
     ]
-    table = Table("", ("pair", *COLUMNS.values(), "A / A [95 %]"), body)
+    table = Table("", ("pair", *COLUMNS.values(), "A / A [95 %]", "blocks"), body)
     sides = [(line.pair.name, *(_side(line, letter) for letter in LETTERS)) for line in lines]
     what = Table("", ("pair", "A", "B"), sides)
     return f"{table.markdown()}\n{what.markdown()}\n{run.provenance}\n"
