@@ -22,5 +22,5 @@ with shardproof.join() as world:
         wrapped.zero_grad()
         if step % 59 == 0 and world.rank == 0:
             print(f"step {step}: loss {float(loss.detach()):.2f}")
-    held = wrapped.memory_stats()["current"]
-    print(f"rank {world.rank} of {world.size} holds {held['optimizer']:,} bytes of optimizer state")
+    held = wrapped.memory_stats()["current"]["optimizer_state"]
+    print(f"rank {world.rank} of {world.size} holds {held:,} bytes of optimizer state")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from shardproof import axes, registry, strategies
-from shardproof.backends import BACKENDS, USUAL_PROCESSES
+from shardproof.backends import BACKENDS, USUAL_PROCESSES, Backend
 from shardproof.contract import Capabilities, OptimizerSpec, Refused, Role, Untrained
 from shardproof.errors import nearest
-from shardproof.training import on_rank, optimizers, places
+from shardproof.training import on_rank, on_ray, optimizers, places
+from shardproof.training.inputs import require_count, require_positive
 from shardproof.training.model import Loss, UserModel
 from shardproof.training.on_rank import Bytes, Checkpointing, Plan, RankTraining, Share
 from shardproof.training.source import Source
@@ -27,6 +28,7 @@ from shardproof.training.world import (
     backend_named,
     is_launched,
     join,
+    require_axes,
     require_mesh,
 )
 
@@ -84,6 +86,8 @@ class Training:
     ) -> None:
         if not callable(loss):
             raise ValueError(f"loss {loss!r:.60} cannot be called: give loss(outputs, targets)")
+        if isinstance(loss, type):
+            raise ValueError(f"loss {loss.__name__} is a class: write {loss.__name__}()")
         self._model = UserModel(model, loss, units=units, stages=stages, roles=roles)
         self._source = Source(data, batch, seed=seed)
         self._optimizer: OptimizerSpec = optimizers.spec(torch.optim.AdamW)
@@ -131,8 +135,9 @@ class Training:
 
         :raises ValueError: no such strategy, axis or option.
         """
-        if accumulate < 1:
-            raise ValueError(f"accumulate = {accumulate}: it must be at least 1")
+        require_count("accumulate", accumulate)
+        if mesh is not None:
+            require_axes(mesh)
         self._strategy, self._mesh, self._accumulate = named(name), mesh, accumulate
         self._options = chosen_options(precision, recompute, offload, options)
         capabilities_of(self._strategy, self._options)
@@ -144,7 +149,8 @@ class Training:
         :raises ValueError: no such backend.
         """
         if name not in BACKENDS:
-            raise ValueError(f"unknown backend {name!r}; {nearest(name, BACKENDS, 'valid')}")
+            raise ValueError(f"unknown backend {name!r}; {nearest(str(name), BACKENDS, 'valid')}")
+        require_positive("timeout", timeout)
         self._backend, self._timeout = name, timeout
         return self
 
@@ -160,7 +166,13 @@ class Training:
         """Save into ``folder`` every so many steps and at the end; resume from what is there.
 
         ``format``: ``full``, ``sharded`` or ``asynchronous``.  ``keep``: how many stay.
+
+        :raises ValueError: no path, or no such number.
         """
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            raise ValueError(f"checkpoint folder {folder!r}: give the path of a folder")
+        require_count("every", every, least=0)
+        require_count("keep", keep)
         option = {"format": format, "keep": keep}
         self._checkpoint = Checkpointing(Path(folder), every, resume, option)
         return self
@@ -172,6 +184,7 @@ class Training:
         ranks: int | None = None,
         progress: int | None = None,
         memory: bool = True,
+        on: str = "",
     ) -> Result:
         """Train until ``steps`` steps are done.
 
@@ -179,11 +192,15 @@ class Training:
         the job.  Any other starts ``ranks`` ranks (default: as many as the mesh has), as threads or
         as processes: the backend says which.  ``progress``: prints the loss every so many steps
         (default: 10 times on a terminal).  ``memory``: measures the memory of the first two steps.
+        ``on``: ``ray`` or ``ray://HOST`` makes the ranks processes of a Ray cluster; unless given,
+        the variable SHARDPROOF_ON says so.
 
         :raises ValueError: something does not fit; the message says what to change.
         """
-        if steps < 1:
-            raise ValueError(f"steps = {steps}: it must be at least 1")
+        require_count("steps", steps)
+        if ranks is not None:
+            require_count("ranks", ranks)
+        require_count("progress", progress or 0, least=0)
         capabilities = capabilities_of(self._strategy, self._options)
         launched = is_launched(os.environ)
         world = join(self._backend, self._timeout) if launched else None
@@ -194,9 +211,22 @@ class Training:
         if world is None:
             backend = self._backend or os.environ.get("SHARDPROOF_BACKEND", USUAL_PROCESSES)
             chosen = backend_named(backend, size)
-            program = partial(_train, plan, steps)
-            return self._result(places.run(chosen, size, program, self._timeout), 0)
+            if chosen.threads and size > 1 and self._source.is_one_iterator:
+                raise ValueError(
+                    f"{size} ranks that are threads would share one iterator and take batches from "
+                    "each other: give a DataLoader, a list or a function, or start processes"
+                )
+            return self._result(self._started(plan, steps, chosen, size, on), 0)
         return self._result(world.comm.all_gather_object(_train(plan, steps, world)), world.rank)
+
+    def _started(self, plan: Plan, steps: int, backend: Backend, size: int, on: str) -> list[Share]:
+        """The results of ranks that this process starts, here or on a cluster."""
+        on = on or os.environ.get("SHARDPROOF_ON", "")
+        if not on:
+            return places.run(backend, size, partial(_train, plan, steps), self._timeout)
+        if saves := plan.checkpointing:  # other processes have other working folders
+            plan = replace(plan, checkpointing=replace(saves, folder=saves.folder.absolute()))
+        return on_ray.run(on, backend, size, partial(_train, plan, steps), self._timeout)
 
     def plan(self, size: int, capabilities: Capabilities, **how: Any) -> Plan:
         """All that ``size`` ranks must know.
@@ -244,6 +274,8 @@ def named(strategy: str) -> str:
 
     :raises ValueError: there is none.
     """
+    if not isinstance(strategy, str):
+        raise ValueError(f"strategy {strategy!r:.60} is no name: write a name such as 'fsdp'")
     known = [*registry.names()]
     if strategy in known or ":" in strategy:
         return strategy
@@ -261,8 +293,8 @@ def chosen_options(
 ) -> dict[str, Any]:
     """The options of an implementation; what is as usual is left to it."""
     made = dict(options or {})
-    if isinstance(precision, str) and precision not in _PRECISIONS:
-        remedy = nearest(precision, _PRECISIONS, "valid")
+    if not isinstance(precision, Mapping) and precision not in _PRECISIONS:
+        remedy = nearest(str(precision), _PRECISIONS, "valid")
         raise ValueError(f"unknown precision {precision!r}; {remedy}")
     if isinstance(precision, Mapping):
         made["precision"] = dict(precision)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,15 @@ from shardproof.training.builder import (
     named,
     require_values,
 )
+from shardproof.training.inputs import require_count, require_positive
 from shardproof.training.model import UserModel
-from shardproof.training.on_rank import Bytes, whole
+from shardproof.training.on_rank import Bytes, Memory, whole
 from shardproof.training.world import join
+
+#: Kind of state -> the class of memory that it is, where that has another name.
+_CLASSES = {"optimizer": "optimizer_state"}
+#: Modules under a strategy: a second one would take apart what the first one put together.
+_WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Wrapped:
@@ -36,8 +44,12 @@ class Wrapped:
 
     def __init__(self, system: Implementation, loop: Any, model: nn.Module) -> None:
         self._system, self._loop, self.module = system, loop, model
+        self._memory: Memory | None = None
+        self._in_step, self._peak = ExitStack(), Bytes()
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if self._memory is not None and torch.is_grad_enabled() and not self._loop.forwards:
+            self._in_step.enter_context(self._memory.step(self._loop.steps))
         return self._loop(*inputs, **named)
 
     def sync_gradients(self) -> None:
@@ -46,11 +58,20 @@ class Wrapped:
 
     def clip(self, limit: float) -> Tensor:
         """Scale gradients to a global norm of at most ``limit``; returns the norm before."""
+        require_positive("clip", limit)
         return self._loop.clip(limit)
 
     def step(self) -> None:
         """Update the parameters and clear the gradients."""
-        self._loop.step()
+        if self._memory is None:
+            self._loop.step()
+            return
+        self.sync_gradients()
+        self._memory.observe(self._system, "gradients_final")
+        self._loop.update()
+        self._memory.observe(self._system, "after_update")
+        self._loop.end_step()
+        self._in_step.close()
 
     def zero_grad(self) -> None:
         """Drop gradients that no step has used."""
@@ -82,10 +103,32 @@ class Wrapped:
         extra: Mapping[str, Any] = self._loop.load(Path(folder))
         return extra
 
-    def memory_stats(self) -> dict[str, Bytes]:
-        """Bytes that this rank holds now, by kind of state; on a GPU also the allocator's peak.
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure the memory of the steps within; ``memory_stats`` then has the last one's peak.
 
-        ``Training`` measures the peak of every class on a CPU, too.
+        Steps within take longer.  The first step of all has no optimizer state before its update,
+        so measure two.
+
+        :raises ValueError: no step was made within.
+        """
+        memory = Memory(True)
+        try:
+            with memory:
+                memory.watch((), self.module)
+                self._memory = memory
+                yield
+        finally:
+            self._in_step.close()
+            self._memory = None
+        if not memory.stats["peak"]:
+            raise ValueError("measured(): make a forward, a backward and a step() within")
+        self._peak = memory.stats["peak"]
+
+    def memory_stats(self) -> dict[str, Bytes]:
+        """Bytes that this rank holds now, by class; ``peak``: those of the steps ``measured()``.
+
+        On a GPU ``peak`` has the most that torch's allocator held, too.
         """
         current: Bytes = {}
         kinds: tuple[Any, ...] = ("parameters", "gradients", "optimizer", "buffers")
@@ -96,16 +139,18 @@ class Wrapped:
                 for p in pieces
                 for t in [p.tensor if p.source is None else p.source]
             }
-            current[kind] = sum(held.values())
-        stats = {"current": current}
+            current[_CLASSES.get(kind, kind)] = sum(held.values())
+        current["all"] = sum(current.values())
+        stats, peak = {"current": current}, dict(self._peak)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            stats["peak"] = {"allocator": torch.cuda.max_memory_allocated()}
-        return stats
+            peak["allocator"] = torch.cuda.max_memory_allocated()
+        return {**stats, "peak": peak} if peak else stats
 
     def close(self) -> None:
         """Give the module its own forward back."""
         self._system.drain()
         self._system.close()
+        _WRAPPED.discard(self.module)
 
 
 def wrap(
@@ -129,7 +174,21 @@ def wrap(
     :raises ValueError: something does not fit; the message says what to change.
     """
     name, world = named(strategy), join()
+    if isinstance(model, nn.Module) and model in _WRAPPED:
+        raise ValueError(
+            f"the model ({type(model).__name__}) is wrapped already: keep what wrap returned, or "
+            "call its close() first"
+        )
     accumulate, mean = more.pop("accumulate", 1), more.pop("mean", True)
+    require_count("accumulate", accumulate, least=0)
+    spec = optimizer
+    if not isinstance(spec, OptimizerSpec):
+        spec = optimizers.spec(spec, lr, clip=clip, **(arguments or {}))
+    if given := [word for word in more if word in optimizers.arguments_of(spec)]:
+        raise ValueError(
+            f"{given[0]} is an argument of the optimizer: write "
+            f"arguments={{{given[0]!r}: {more[given[0]]!r}}}"
+        )
     described = {word: more.pop(word) for word in ("units", "roles") if word in more}
     how = {word: more.pop(word) for word in ("precision", "recompute", "offload") if word in more}
     options = chosen_options(options=more, **how)
@@ -142,9 +201,6 @@ def wrap(
     capabilities = capabilities_of(name, options)
     if not isinstance(mesh, Mesh):
         mesh = world.new_mesh(mesh_for(name, capabilities, mesh, world.size))
-    spec = optimizer
-    if not isinstance(spec, OptimizerSpec):
-        spec = optimizers.spec(spec, lr, clip=clip, **(arguments or {}))
     fits(name, capabilities, spec, options, mesh.axes)
     built = UserModel(model, None, in_place=True, **described)
     require_values(name, built)
@@ -154,4 +210,5 @@ def wrap(
         loop = made.own_loop_type(made, accumulate, mean)
     except Refused as error:
         raise ValueError(f"{name}: {error}") from error
+    _WRAPPED.add(model)
     return Wrapped(made, loop, model)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardproof.contract import CrossEntropy, LossTerm, MicroBatch, Role
@@ -39,7 +40,19 @@ class UserModel:
         in_place: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ValueError(f"model {model!r:.60} is not an nn.Module: give a module object")
+            raise ValueError(f"model {model!r:.60} is no nn.Module: give a module that is built")
+        if isinstance(model, nn.parallel.DistributedDataParallel) or any(
+            hasattr(parameter, "device_mesh") for parameter in model.parameters()
+        ):
+            raise ValueError(
+                f"the model ({type(model).__name__}) is distributed by torch already: give the "
+                "module that you gave to torch, before torch splits or wraps it"
+            )
+        if isinstance(units, str) or len({*units} - {""}) < len(units):
+            raise ValueError(
+                f"units = {units!r:.60}: give a list of different names of modules within the "
+                "model, e.g. ['blocks.0', 'blocks.1']; model.named_modules() has all names"
+            )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 f"the model ({type(model).__name__}) has no parameter that requires a gradient: "
@@ -112,7 +125,12 @@ class UserModel:
         assert self._loss is not None
         value: Any = self._loss(outputs, micro.targets)
         if not isinstance(value, Tensor):
-            raise ValueError(f"loss(outputs, targets) returned {value!r:.60}, not a tensor")
+            raise ValueError(f"loss(outputs, targets) returned {value!r:.60}, no tensor")
+        if torch.is_grad_enabled() and not value.requires_grad:
+            raise ValueError(
+                "loss(outputs, targets) returned a tensor without a gradient: compute it from "
+                "outputs, without detach(), item() or torch.no_grad()"
+            )
         if value.dim() == 0:
             return value * micro.weights.sum()
         of_samples = value.reshape(len(value), -1).mean(1)

@@ -103,6 +103,12 @@ class RankTraining:
             with memory:
                 self.set_up(memory)
                 first = self.load()
+                if first > steps:
+                    raise ValueError(
+                        f"steps = {steps}, but the checkpoint in {self.saved} has {first}: steps "
+                        "counts from the first one of all runs; ask for more, name another folder, "
+                        "or say checkpoint(..., resume=False)"
+                    )
                 dtype = next(iter(plan.model.model.parameters())).dtype
                 device = self.world.device
                 batches = plan.source.batches(first, self.share, plan.accumulate, device, dtype)
@@ -286,10 +292,11 @@ class Memory:
         """``model`` as a build whose modules the ledger watches."""
         if self.is_open:
             model = copy.copy(model)
-            model.on_build = partial(self._watch, model.units)
+            model.on_build = partial(self.watch, model.units)
         return model
 
-    def _watch(self, units: Sequence[str], module: torch.nn.Module) -> None:
+    def watch(self, units: Sequence[str], module: torch.nn.Module) -> None:
+        """Follow the forwards and backwards of ``module`` and of its ``units``."""
         program_order.watch(module, units)
         installed.watch(module)
         self._built.append(module)

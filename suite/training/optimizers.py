@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import nearest
+from shardproof.training.inputs import require_count, require_positive
 
 #: Arguments of ``OptimizerSpec`` that an optimizer of torch may have, by what it has them for.
 _IN_SPEC = ("momentum", "betas", "eps", "weight_decay")
@@ -30,6 +31,9 @@ class TorchOptimizer(OptimizerSpec):
     """The spec of a class; ``given`` are its arguments without the learning rate."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
+
+    def __reduce__(self) -> Any:
+        return _restored, (self.kind, {one.name: getattr(self, one.name) for one in fields(self)})
 
     @property
     def kind(self) -> type[torch.optim.Optimizer]:
@@ -70,8 +74,16 @@ def spec(
         lr = defaults.get("lr", inspect.Parameter.empty)
         if not isinstance(lr, float | int):
             raise ValueError(f"optimizer {kind.__name__} has no default lr: give lr=")
+    if not isinstance(lr, float | int | torch.Tensor):
+        raise ValueError(f"lr = {lr!r:.60}: give a number")
+    require_count("warmup", warmup, least=0)
+    if clip is not None:
+        require_positive("clip", clip)
     decay = arguments.pop("weight_decay", defaults.get("weight_decay", 0.0))
-    decay = decay if isinstance(decay, float | int) else 0.0
+    if not isinstance(decay, float | int):
+        if decay is not inspect.Parameter.empty:
+            raise ValueError(f"weight_decay = {decay!r:.60}: give a number")
+        decay = 0.0
     common: dict[str, Any] = {
         "lr": float(lr),
         "weight_decay": float(decay),
@@ -86,10 +98,30 @@ def spec(
         known = False
     if known:
         own = {name: defaults[name] for name in _IN_SPEC if name in defaults}
-        return OptimizerSpec(name=plain.name, **{**own, **common, **arguments})
-    path = f"{kind.__module__}:{kind.__qualname__}"
-    _KINDS[path] = kind
-    return TorchOptimizer(name=path, given=arguments, **common)  # type: ignore[arg-type]
+        made = OptimizerSpec(name=plain.name, **{**own, **common, **arguments})
+    else:
+        path = f"{kind.__module__}:{kind.__qualname__}"
+        made = _restored(kind, {"name": path, "given": arguments, **common})
+    try:
+        _trained(made, cuts=1)
+    except Exception as error:
+        raise ValueError(
+            f"optimizer {kind.__name__} with {made.arguments} cannot update a matrix by its "
+            f"gradient: {type(error).__name__}: {error}; mend its arguments, or take another one"
+        ) from error
+    return made
+
+
+def _restored(kind: type[torch.optim.Optimizer], values: Mapping[str, Any]) -> TorchOptimizer:
+    """The spec with fields ``values`` of the class ``kind``, in any process."""
+    _KINDS[values["name"]] = kind
+    return TorchOptimizer(**values)
+
+
+def arguments_of(given: OptimizerSpec) -> list[str]:
+    """Names of the arguments that the optimizer of ``given`` takes, but parameters and rate."""
+    names = inspect.signature(given.kind).parameters
+    return [name for name in names if name not in ("params", "lr", "kwargs")]
 
 
 def _kind(optimizer: str | type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -142,7 +174,7 @@ def _trained(given: OptimizerSpec, cuts: int) -> torch.Tensor:
     held = [matrix] if cuts == 1 else [part.clone() for part in matrix.reshape(-1).chunk(cuts)]
     held = [torch.nn.Parameter(part) for part in held]
     group = {"params": held, "weight_decay": given.weight_decay}
-    optimizer = given.kind([group], **given.arguments, foreach=False)  # type: ignore[call-arg]
+    optimizer = given.kind([group], **given.arguments)
     for gradient in gradients:
         of_each = [gradient] if cuts == 1 else gradient.reshape(-1).chunk(cuts)
         for part, own in zip(held, of_each, strict=True):

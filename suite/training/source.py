@@ -30,6 +30,7 @@ from torch.utils.data import (
 )
 
 from shardproof.contract import Batch, MicroBatch
+from shardproof.training.inputs import require_count
 
 #: Inputs, targets, and how many samples the whole batch has.
 Part = tuple[Tensor, Tensor, int]
@@ -44,6 +45,8 @@ class Source:
     def __init__(
         self, data: Any, batch: int | None = None, shuffle: bool | None = None, seed: int = 0
     ) -> None:
+        if batch is not None:
+            require_count("batch", batch)
         self._data, self._size, self._seed = data, batch, seed
         self._loader: dict[str, Any] = {}
         self._indexed = False
@@ -58,7 +61,7 @@ class Source:
             )
         self._shuffle = bool(shuffle)
         if self._indexed:
-            if not self._size or self._size < 1:
+            if not self._size:
                 raise ValueError(
                     "a Dataset needs batch=: how many samples a step takes, over all ranks"
                 )
@@ -66,15 +69,18 @@ class Source:
                 raise ValueError("the data set is empty")
             self._size = min(self._size, len(self._data))
 
+    @property
+    def is_one_iterator(self) -> bool:
+        """Whether there is one iterator to read, from which each batch comes once."""
+        return not self._indexed and hasattr(self._data, "__next__")
+
     def samples(self, step: int) -> float:
         """Samples of the global batch of ``step``, or of an average one of an epoch."""
         if self._indexed and self._size:
             return len(self._data) / -(-len(self._data) // self._size)
         if isinstance(self._data, Sequence):
             return sum(len(_pair(batch)[0]) for batch in self._data) / len(self._data)
-        return (
-            float(len(next(self._whole(step))[0])) if not hasattr(self._data, "__next__") else 0.0
-        )
+        return 0.0 if self.is_one_iterator else float(len(next(self._whole(step))[0]))
 
     def _of_loader(self, loader: DataLoader[Any], shuffle: bool | None) -> bool:
         """Take a loader apart, so that each rank reads only its share."""

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -29,6 +29,7 @@ from shardproof.backends import BACKENDS, USUAL_PROCESSES, Backend, Joining, glo
 from shardproof.comm import THREADED, Comm, Mesh, Subgroup
 from shardproof.errors import LaunchError, Problem, nearest
 from shardproof.ledgers.program_order import PerRank
+from shardproof.training.inputs import require_positive
 
 # The communicator calls operations by names that torch 2.11 has, too: no news for who trains.
 warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+. is deprecated", FutureWarning)
@@ -78,6 +79,8 @@ class World:
 
     def new_group(self, ranks: Sequence[int]) -> Subgroup:
         """The communicator of some ranks; all ranks call it, ``contains`` says who may use it."""
+        if not isinstance(ranks, Iterable) or isinstance(ranks, str):
+            raise ValueError(f"new_group({ranks!r:.60}): give a list of ranks, such as [0, 1]")
         return self.mesh.subgroup(sorted(ranks))
 
     def contains(self, rank: int) -> bool:
@@ -119,6 +122,7 @@ def join(backend: str = "", timeout: float = TIMEOUT_SECONDS) -> World:
 
     :raises LaunchError: the launcher's variables cannot be, or the backend cannot be used.
     """
+    require_positive("timeout", timeout)
     world = _WORLD.get()
     if world is not None and dist.is_initialized():
         return world
@@ -158,18 +162,35 @@ def backend_named(name: str, world: int) -> Backend:
     return backend
 
 
+def require_axes(axes: Mapping[str, int]) -> None:
+    """Raise unless ``axes`` are names of axes and ranks along each.
+
+    :raises ValueError: they are not.
+    """
+    from shardproof.axes import names
+
+    if not isinstance(axes, Mapping) or not axes:
+        raise ValueError(
+            f"mesh = {axes!r:.60}: write ranks along each axis, e.g. {replicas(4)} "
+            f"(axes: {', '.join(names())}), or leave it out"
+        )
+    for axis, ranks in axes.items():
+        if axis not in names():
+            raise ValueError(f"mesh: unknown axis {axis!r}; {nearest(axis, names(), 'valid')}")
+        if type(ranks) is not int or ranks < 1:
+            raise ValueError(
+                f"mesh: axis {axis!r} = {ranks!r} is no number of ranks: give 1, 2 ..."
+            )
+
+
 def require_mesh(axes: Mapping[str, int], world: int) -> None:
     """Raise unless ``axes`` are a grid of ``world`` ranks.
 
     :raises ValueError: it has another number of ranks, or an axis that there is not.
     """
-    from shardproof.axes import names, size
+    from shardproof.axes import size
 
-    for axis, ranks in axes.items():
-        if axis not in names():
-            raise ValueError(f"mesh: unknown axis {axis!r}; {nearest(axis, names(), 'valid')}")
-        if type(ranks) is not int or ranks < 1:
-            raise ValueError(f"mesh: axis {axis!r} = {ranks!r}: write a whole number of at least 1")
+    require_axes(axes)
     if (asked := size(axes, axes)) != world:
         shape = " x ".join(f"{axis}={ranks}" for axis, ranks in axes.items())
         remedy = f"start {asked} ranks"

@@ -229,7 +229,7 @@ def test_the_memory_of_this_rank_is_told() -> None:
     parameters = sum(p.numel() * p.element_size() for p in model().parameters())
     for current in on(2, program):
         assert parameters <= current["parameters"] <= parameters + 64
-        assert parameters <= current["optimizer"] <= parameters * 1.2
+        assert parameters <= current["optimizer_state"] <= parameters * 1.2
 
 
 def test_a_world_has_groups() -> None:

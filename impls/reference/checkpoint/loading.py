@@ -311,12 +311,16 @@ class Loading:
     def notes(self) -> Iterator[str]:
         """The parts without a place here, as sentences; of per-rank state, that of this rank."""
         about, system = self.checkpoint.manifest.about, self.system
-        if self.left_out:
-            shown = ", ".join(self.left_out[:4]) + (", ..." if len(self.left_out) > 4 else "")
+        draws = [name for name in self.left_out if ("rng", name) in self.checkpoint.copies]
+        if draws:
+            ranks = len({name.rpartition("@")[2] for name in draws})
             yield (
-                "this system has no place for a part of the saved state, which was left out: "
-                f"{shown}"
+                f"random states of {ranks} saved ranks have no rank here and were left out: "
+                "dropout draws other masks than it would have"
             )
+        if others := [name for name in self.left_out if name not in draws]:
+            shown = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
+            yield f"state that has no place here was left out: {shown}"
         read = {want.name[1] for want in self.wants["rng"]}
         if self.has_same_ranks and (new := sorted(self.contents.generators().keys() - read)):
             yield f"the checkpoint has no state for these generators: {', '.join(new)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,9 @@ def build_optimizer(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.
 
     ``foreach=False``: one kernel a parameter, so that a sharded update repeats it bit for bit.
     """
-    return spec.kind(groups, **spec.arguments, foreach=False)  # type: ignore[call-arg]
+    takes = inspect.signature(spec.kind).parameters  # a class of the user's own may know no foreach
+    alone: dict[str, Any] = {"foreach": False} if "foreach" in takes else {}
+    return spec.kind(groups, **spec.arguments, **alone)
 
 
 def unnamed_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -64,9 +64,9 @@ class OwnLoop:
             return outputs
         if self.forwards == self.backwards:
             raise RuntimeError(
-                f"the model was called {self.forwards + 1} times in a step of {self.backwards} "
-                "micro-batches: call step() after the backward, or set wrap(..., "
-                f"accumulate={self.forwards + 1})"
+                f"forward number {self.forwards + 1} of a step of {self.backwards}: call step() "
+                f"after the backward, or wrap(..., accumulate={self.forwards + 1}); evaluate "
+                "within torch.no_grad()"
             )
         if not self.forwards:
             self.begin_step()

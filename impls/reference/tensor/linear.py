@@ -28,6 +28,32 @@ from shardproof.impls.reference.tensor.layers import classes, even, refused
 from shardproof.impls.reference.tensor.operators import f, f_bar, gather_classes
 
 
+def _require(layer: object, group: Any, **sizes: Any) -> None:
+    """Raise unless ``group`` is a communicator and ``sizes`` are whole numbers above 0.
+
+    :raises ValueError: they are not.
+    """
+    name = type(layer).__name__
+    if not isinstance(group, Comm):
+        raise ValueError(
+            f"{name}: group = {group!r:.60} is no communicator: give world.comm, or "
+            "mesh.comm('tensor') of a mesh that world.new_mesh made"
+        )
+    for what, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}: {what} = {value!r:.60}: give a whole number of at least 1")
+
+
+def _require_kind(layer: type, whole: Any, kind: type[nn.Module]) -> None:
+    """Raise unless ``whole`` is a ``kind``.
+
+    :raises ValueError: it is not.
+    """
+    if not isinstance(whole, kind):
+        given = type(whole).__name__
+        raise ValueError(f"{layer.__name__}.of takes an nn.{kind.__name__}, not a {given}")
+
+
 class _Split(nn.Module):
     """Holds this rank's part of a linear layer's weight along ``dim``."""
 
@@ -53,6 +79,7 @@ class _Split(nn.Module):
     @classmethod
     def of(cls, whole: nn.Linear, **kind: Any) -> Self:
         """The layer with the values of ``whole`` on the first rank; ``kind`` as for the class."""
+        _require_kind(cls, whole, nn.Linear)
         bias, make = whole.bias is not None, cast("Any", cls)
         kind = {"dtype": whole.weight.dtype, **kind}
         layer: Self = make(whole.in_features, whole.out_features, bias, **kind)
@@ -91,6 +118,7 @@ class ColumnParallelLinear(_Split):
         gather_output: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _require(self, group, in_features=in_features, out_features=out_features)
         super().__init__(nn.Linear(in_features, out_features, bias, group.device, dtype), group)
         self.gather_output = gather_output
 
@@ -119,6 +147,7 @@ class RowParallelLinear(_Split):
         input_is_split: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _require(self, group, in_features=in_features, out_features=out_features)
         super().__init__(nn.Linear(in_features, out_features, bias, group.device, dtype), group)
         self.input_is_split = input_is_split
 
@@ -150,6 +179,7 @@ class VocabularyParallelEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _require(self, group, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.group, self.num_embeddings, self.embedding_dim = group, num_embeddings, embedding_dim
         [block] = classes(type(self).__name__, num_embeddings, group)
         self.start, self.own = block.start, block.stop - block.start
@@ -160,6 +190,7 @@ class VocabularyParallelEmbedding(nn.Module):
     @classmethod
     def of(cls, whole: nn.Embedding, group: Comm) -> Self:
         """The layer with the values of ``whole`` on the first rank."""
+        _require_kind(cls, whole, nn.Embedding)
         dtype = whole.weight.dtype
         layer = cls(whole.num_embeddings, whole.embedding_dim, group=group, dtype=dtype)
         layer.take(whole)
@@ -174,6 +205,14 @@ class VocabularyParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens, the same on all ranks -> their rows."""
+        if tokens.is_cpu and tokens.numel():  # on a GPU it would wait for the device
+            first, last = (int(end) for end in tokens.aminmax())
+            if first < 0 or last >= self.num_embeddings:
+                wrong, size = first if first < 0 else last, self.num_embeddings
+                raise ValueError(
+                    f"{type(self).__name__}({size}, {self.embedding_dim}) got the token {wrong}: "
+                    f"tokens are 0 to {size - 1}"
+                )
         place = tokens - self.start
         elsewhere = (place < 0) | (place >= self.own)
         rows = F.embedding(place.masked_fill(elsewhere, 0), self.weight)
@@ -196,6 +235,12 @@ class ParallelSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _require(self, group, width=width, heads=heads)
+        if width % heads:
+            raise ValueError(
+                f"{type(self).__name__}({width}, {heads}): {heads} heads do not divide the width "
+                f"{width}: make it a multiple of {heads}"
+            )
         if heads % group.size:
             valid = [n for n in range(1, heads + 1) if heads % n == 0]
             raise refused(type(self).__name__, f"{heads} heads", group, valid)
