@@ -106,8 +106,7 @@ class RankTraining:
                 if first > steps:
                     raise ValueError(
                         f"steps = {steps}, but the checkpoint in {self.saved} has {first}: steps "
-                        "counts from the first one of all runs; ask for more, name another folder, "
-                        "or say checkpoint(..., resume=False)"
+                        "counts from the first one of all runs; ask for more, or name another folder"
                     )
                 dtype = next(iter(plan.model.model.parameters())).dtype
                 device = self.world.device
@@ -151,12 +150,17 @@ class RankTraining:
     def load(self) -> int:
         """Resume from the newest checkpoint, if there is one; the number of steps that it has."""
         saves = self.plan.checkpointing
-        if saves is None or not saves.resume:
+        if saves is None:
             return 0
         # All ranks must load or none, and a folder may become visible later on some of them.
         [found] = self.world.comm.agree([int(holds_checkpoint(saves.folder))], "first")
         if not found:
             return 0
+        if not saves.resume:
+            raise ValueError(
+                f"{saves.folder} holds checkpoints of another run, and resume=False: name a new "
+                "folder, or resume"
+            )
         step: int = self.system.load(saves.folder)["data"]["step"]
         self.saved = saves.folder
         return step
