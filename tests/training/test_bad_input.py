@@ -144,7 +144,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     made().strategy("zero1").checkpoint(folder).run(4, ranks=2)
     with pytest.raises(
-        ValueError, match=r"steps = 2, but the checkpoint in .* has 4: .*name another folder"
+        ValueError, match=r"steps = 2, but the checkpoint in .* has 4: .*name a new folder"
     ):
         made().strategy("zero1").checkpoint(folder).run(2, ranks=2)
     with pytest.raises(ValueError, match=r"of another run, and resume=False: name a new folder"):
