@@ -74,16 +74,9 @@ def spec(
         lr = defaults.get("lr", inspect.Parameter.empty)
         if not isinstance(lr, float | int):
             raise ValueError(f"optimizer {kind.__name__} has no default lr: give lr=")
-    if not isinstance(lr, float | int | torch.Tensor):
-        raise ValueError(f"lr = {lr!r:.60}: give a number")
-    require_count("warmup", warmup, least=0)
-    if clip is not None:
-        require_positive("clip", clip)
     decay = arguments.pop("weight_decay", defaults.get("weight_decay", 0.0))
-    if not isinstance(decay, float | int):
-        if decay is not inspect.Parameter.empty:
-            raise ValueError(f"weight_decay = {decay!r:.60}: give a number")
-        decay = 0.0
+    decay = 0.0 if decay is inspect.Parameter.empty else decay
+    _require_numbers(lr, decay, warmup, clip)
     common: dict[str, Any] = {
         "lr": float(lr),
         "weight_decay": float(decay),
@@ -110,6 +103,15 @@ def spec(
             f"gradient: {type(error).__name__}: {error}; mend its arguments, or take another one"
         ) from error
     return made
+
+
+def _require_numbers(lr: Any, decay: Any, warmup: Any, clip: Any) -> None:
+    for name, value in (("lr", lr), ("weight_decay", decay)):
+        if not isinstance(value, float | int | torch.Tensor):
+            raise ValueError(f"{name} = {value!r:.60}: give a number")
+    require_count("warmup", warmup, least=0)
+    if clip is not None:
+        require_positive("clip", clip)
 
 
 def _restored(kind: type[torch.optim.Optimizer], values: Mapping[str, Any]) -> TorchOptimizer:
