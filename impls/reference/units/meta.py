@@ -26,7 +26,7 @@ def on_meta(module: nn.Module) -> bool:
 
 
 def check(module: nn.Module) -> None:
-    """Raise :class:`Refused` if no module can initialize a tensor on ``meta``."""
+    """Raise :class:`Refused` if a tensor on ``meta`` has no known way to get its values."""
     if not on_meta(module):
         return
     if tied := aliases_of(module):
