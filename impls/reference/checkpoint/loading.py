@@ -320,7 +320,10 @@ class Loading:
             )
         if others := [name for name in self.left_out if name not in draws]:
             shown = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
-            yield f"state that has no place here was left out: {shown}"
+            yield (
+                "this system has no place for a part of the saved state, which was left out: "
+                f"{shown}"
+            )
         read = {want.name[1] for want in self.wants["rng"]}
         if self.has_same_ranks and (new := sorted(self.contents.generators().keys() - read)):
             yield f"the checkpoint has no state for these generators: {', '.join(new)}"
