@@ -264,7 +264,7 @@ def _use(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
         path = f"scenarios/ecosystem/{scenario}.yaml"
         yield from ("", f"    shardproof run {path} --tier full -k '{name}'", "")
     source = _source(name).relative_to(ROOT)
-    yield f"[Options](../options.md), source: [{source}](../../{source})."
+    yield f"[Options](../options.md), source: [`{source}`](../../{source})."
     yield ""
 
 
@@ -287,9 +287,11 @@ def _costs(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
         shown = [_bytes(measured()[key], kind) for key in keys] or [("-", "-")]
         rows.append((word, formula, *shown[0], size))
         for key, figures in zip(keys[1:], shown[1:], strict=False):
-            rows.append((f"{word}, {key.partition('+')[2]}", "", *figures, ""))
+            label = key.partition("+")[2]
+            own = entry.get(f"more_{kind}", {}).get(label, "")
+            rows.append((f"{word}, {label}", own, *figures, ""))
     if mine:
-        rows.append(("computed", entry["computation"], "", "", ""))
+        rows.append(("computed", " ".join(entry["computation"].split()), "", "", ""))
     kept = [at for at in range(5) if at < 2 or any(row[at] not in ("", "-") for row in rows)]
     head = ("on one rank", "formula", "bytes by the formula", "measured", "7B on 8 GPUs")
     yield from table([head[at] for at in kept], [[row[at] for at in kept] for row in rows])
@@ -456,14 +458,14 @@ def overview(folder: str = "strategies/") -> Iterator[str]:
         if "of" in entry or "estimate" not in entry:
             continue
         found = estimate(estimate_command(entry))
-        size = f"{gb(found['state'])}, {gb(found['sent'])}"
+        size = [gb(found[key]).removesuffix(" GB") for key in ("state", "sent")]
         title = f"[{entry['title']}]({folder}{file_of(name)})"
-        rows.append((title, cell(entry["memory"]), cell(entry["sent"]), size, entry["best"]))
-    head = ("strategy", "memory on a rank", "sent by a rank in a step", "7B on 8 GPUs", "best for")
+        rows.append((title, cell(entry["memory"]), cell(entry["sent"]), *size, entry["best"]))
+    head = ("strategy", "memory of a rank", "sent in a step", "GB held", "GB sent", "best for")
     yield from table(head, rows)
     yield LEGEND
-    yield "7B on 8 GPUs: state on a rank, and bytes that it sends in a step (Local SGD, DiLoCo: in"
-    yield "a step with a meeting), by `shardproof estimate 7b --impl NAME --gpus 8`."
+    yield "GB: a 7B model on 8 GPUs, state that a rank holds and bytes that it sends in a step (with a"
+    yield "meeting, for Local SGD and DiLoCo). The page of each strategy has the command."
     yield ""
 
 
