@@ -464,8 +464,8 @@ def overview(folder: str = "strategies/") -> Iterator[str]:
     head = ("strategy", "memory of a rank", "sent in a step", "GB held", "GB sent", "best for")
     yield from table(head, rows)
     yield LEGEND
-    yield "GB: a 7B model on 8 GPUs, state that a rank holds and bytes that it sends in a step (with a"
-    yield "meeting, for Local SGD and DiLoCo). The page of each strategy has the command."
+    yield "GB: a 7B model on 8 GPUs, state that a rank holds and bytes that it sends in a step"
+    yield "(with a meeting, for Local SGD and DiLoCo). The page of each strategy has the command."
     yield ""
 
 
