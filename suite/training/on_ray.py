@@ -20,7 +20,7 @@ from typing import Any
 
 from shardproof.backends import Backend
 from shardproof.errors import LaunchError, Problem
-from shardproof.training.places import Program, TrainingFailed
+from shardproof.training.places import GRACE_SECONDS, Program, TrainingFailed
 from shardproof.training.world import join
 
 #: Seconds that a cluster has to find room for all ranks.
@@ -134,20 +134,31 @@ def _room(ray: Any, world: int, on_gpu: bool) -> Iterator[Any]:
 
 
 def _results(ray: Any, answers: list[Any]) -> list[Any]:
-    """Of every rank, once all have ended; the first error ends the waiting."""
+    """Of every rank, once all have ended; after an error the others have a moment to end."""
+    errors: dict[int, Exception] = {}
     waiting = list(answers)
     while waiting:
-        [ended], waiting = ray.wait(waiting, num_returns=1)
+        ended, waiting = ray.wait(waiting, num_returns=1, timeout=GRACE_SECONDS if errors else None)
+        if not ended:
+            break
         try:
-            ray.get(ended)
-        except ray.exceptions.RayTaskError as error:
-            # Bad input keeps its type, whatever the place: the message has the remedy.
-            if isinstance(error.cause, ValueError):
-                raise error.cause from None
-            failed = f"rank {answers.index(ended)} failed on Ray: {error}"
-            raise TrainingFailed(failed) from None
+            ray.get(ended[0])
         except ray.exceptions.RayError as error:
-            failed = f"rank {answers.index(ended)} was lost by Ray: {error}"
-            raise TrainingFailed(failed) from None
+            errors[answers.index(ended[0])] = error
+    if errors:
+        raise _cause(errors, ray.exceptions.RayTaskError) from None
     get: Callable[[list[Any]], list[Any]] = ray.get
     return get(answers)
+
+
+def _cause(errors: dict[int, Exception], raised: type[Exception]) -> Exception:
+    """The error to raise: bad input, else a rank that was lost, else the first that failed."""
+    for error in errors.values():
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, ValueError):  # keeps its type, whatever the place
+            return cause
+    for rank, error in errors.items():
+        if not isinstance(error, raised):
+            return TrainingFailed(f"rank {rank} was lost by Ray: {error}")
+    rank, error = next(iter(errors.items()))
+    return TrainingFailed(f"rank {rank} failed on Ray: {error}")

@@ -93,10 +93,12 @@ def get(what: Any, timeout: float | None = None) -> Any:
     return None if what == "room" else what.result()
 
 
-def wait(what: list[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
-    done, _ = futures.wait(what, return_when=futures.FIRST_COMPLETED)
-    first = next(one for one in what if one in done)
-    return [first], [one for one in what if one is not first]
+def wait(
+    what: list[Any], num_returns: int, timeout: float | None = None
+) -> tuple[list[Any], list[Any]]:
+    done, _ = futures.wait(what, timeout, return_when=futures.FIRST_COMPLETED)
+    first = [one for one in what if one in done][:num_returns]
+    return first, [one for one in what if one not in first]
 
 
 def kill(actor: _Actor) -> None:
