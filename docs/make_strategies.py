@@ -102,7 +102,7 @@ def estimate(command: str) -> Mapping[str, Any]:
     done = CliRunner().invoke(command_line.app, words, catch_exceptions=False)
     if done.exit_code:
         raise ValueError(f"{command}: {done.output}")
-    [found, *_] = json.loads(json.loads(done.output)["text"][0])
+    [found, *_] = json.loads(done.output)["tables"][0]["rows"]
     return dict(found)
 
 
@@ -218,16 +218,23 @@ def drawings(docstring: str) -> list[str]:
     return ["\n".join(block) for block in blocks if len(block) > 1]
 
 
+def _call(function: str, arguments: str) -> list[str]:
+    """A call within the width of ruff, which formats code in Markdown too."""
+    line = f"{function}({arguments})"
+    return [line] if len(line) <= 100 else [f"{function}(", f"    {arguments}", ")"]
+
+
 def snippet(entry: Mapping[str, Any]) -> str:
-    """Five lines that train a model with the strategy."""
+    """Six lines that train a model with the strategy."""
     ranks = f", ranks={entry['ranks']}" if "ranks" in entry else ""
     more = f", {entry['arguments']}" if "arguments" in entry else ""
     return "\n".join(
         [
             "from shardproof import Training",
             "",
-            f'training = Training(model, loss, data{more}).optimizer("adamw", lr=3e-4)',
-            f"training.strategy({entry['training']})",
+            f"training = Training(model, loss, data{more})",
+            'training.optimizer("adamw", lr=3e-4)',
+            *(_call("training.strategy", entry["training"])),
             f"result = training.run(steps=100{ranks})",
         ]
     )
@@ -478,9 +485,8 @@ def guide(folder: str = "strategies/") -> Iterator[str]:
         takes = " or ".join(
             f"[{entries()[name]['title']}]({folder}{file_of(name)})" for name in one["take"]
         )
-        world = math.prod(found["mesh"].values())
-        fits = {True: "fits", False: "too large"}.get(found["fits"], str(found["fits"]))
-        example = f"{found['model']} on {world} GPUs: {gb(found['total'])} a GPU, {fits}"
+        world = math.prod(ast.literal_eval(found["mesh"]).values())
+        example = f"{found['model']} on {world} GPUs: {gb(found['total'])} a GPU, {found['fits']}"
         rows.append((one["model"], str(one["gpus"]), takes, cell(one["why"]), example))
         commands.append(f"    {command}")
     yield from table(("model", "GPUs", "take", "why", "example"), rows)
