@@ -225,7 +225,7 @@ def _call(function: str, arguments: str) -> list[str]:
 
 
 def snippet(entry: Mapping[str, Any]) -> str:
-    """Six lines that train a model with the strategy."""
+    """Five lines that train a model with the strategy."""
     ranks = f", ranks={entry['ranks']}" if "ranks" in entry else ""
     more = f", {entry['arguments']}" if "arguments" in entry else ""
     return "\n".join(
@@ -233,8 +233,7 @@ def snippet(entry: Mapping[str, Any]) -> str:
             "from shardproof import Training",
             "",
             f"training = Training(model, loss, data{more})",
-            'training.optimizer("adamw", lr=3e-4)',
-            *(_call("training.strategy", entry["training"])),
+            *_call('training.optimizer("adamw", lr=3e-4).strategy', entry["training"]),
             f"result = training.run(steps=100{ranks})",
         ]
     )
