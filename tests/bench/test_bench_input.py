@@ -8,6 +8,9 @@ from typing import Any
 import odd_files
 import pytest
 
+from shardproof.bench import sides
+from shardproof.scenarios.load import SHIPPED
+
 
 @pytest.mark.parametrize("others", [("plain",), ("plain", "--dry-run")])
 def test_a_class_that_cannot_be_loaded(
@@ -30,3 +33,10 @@ def test_only_regular_files_are_read(command: Any, tmp_path: Path, kind: str) ->
 def test_results_without_a_name(command: Any) -> None:
     code, _, err = command("bench", "strong", "--results", "")
     assert code == 2 and "'--results': the name is empty" in err
+
+
+def test_a_shipped_file_is_found_as_pages_name_it_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sides.files(["scenarios/scaling/strong.yaml"]) == [SHIPPED / "scaling/strong.yaml"]

@@ -83,7 +83,12 @@ def test_every_link_leads_to_a_file(site: Path) -> None:
         ("api", ["prove(", "OwnWorkload(", "shardproof.watch", "Batch(", "Capabilities("]),
         (
             "command-line",
-            ["--maxfail", "cases of --seed", "shardproof bench pair", "shardproof checkpoint diff"],
+            [
+                "--maxfail",
+                "random cases, by --seed",
+                "shardproof bench pair",
+                "shardproof checkpoint diff",
+            ],
         ),
         ("scenario-keys", ["memory_gib", "FaultPlan", "save_at"]),
         ("checks", ["equivalence", "stopping"]),
