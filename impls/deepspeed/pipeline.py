@@ -370,7 +370,7 @@ def tied_names(parts: Sequence[nn.Module]) -> dict[int, list[str]]:
     if len(pairs) > 1:
         raise Refused(
             f"parameters are tied between stages {' and between '.join(map(str, pairs))}, but a "
-            "stage can belong to only one of DeepSpeed's TiedLayerSpec"
+            "stage can belong to only one TiedLayerSpec of DeepSpeed"
         )
     return {
         stage: [dict(names)[stage] for names in shared] for stage in (pairs[0] if pairs else ())

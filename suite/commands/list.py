@@ -127,9 +127,8 @@ def list_(
     none.
 
     A pair that has neither a case nor a reason is open. If a pair is open and there are no filters,
-    the exit code is 1. The last line (on stderr if the output is piped) counts
-    all combinations of three conditions, and shows what share of them occurs in at least one case.
-    A condition is a state, a trait, an optimizer, an event or a feature.
+    the exit code is 1. The last line (on stderr if the output is piped) takes conditions three at a
+    time: it counts the possible combinations, and the share that occurs in a case.
 
     \b
     shardproof list impls

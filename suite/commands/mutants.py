@@ -28,7 +28,7 @@ class HowPlanted(options.Output):
         "full", "--tier", help="quick: succeed even if --budget leaves no time for some faults"
     )
     depth: Literal["family"] | None = option(
-        None, "--depth", help="family: judge costs by bounds; any failing check catches a fault"
+        None, "--depth", help="family: judge costs by bounds; any check that fails counts"
     )
     campaign: int | None = option(
         None, "--campaign", metavar="N", min=1, max=1000, help="use up to N random cases instead"
@@ -47,11 +47,11 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     exit code is 1. With -v, prints the kill matrix, fault x check.
 
     With --campaign N, each fault is planted in up to N random cases of its parent, in the order of
-    `run --campaign`, until a check fails that passes without the fault. The output shows the share
-    of faults caught after 1, 2, ... N cases. This only measures: a fault that survives does not
-    change the exit code; a parent that fails does. --seed also sets the order of the faults, so
-    those that fit into --budget are a random sample. `kills-by-n.json` in the run folder holds the
-    results.
+    `run --campaign`, until the fault makes a check fail which the parent passes. The output shows
+    the share of faults caught after 1, 2, ... N cases. This only measures: a fault that survives
+    does not change the exit code; a parent that fails does. --seed also sets the order of the
+    faults, so those that fit into --budget are a random sample. `kills-by-n.json` in the run folder
+    holds the results.
 
     \b
     shardproof mutants

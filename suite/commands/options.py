@@ -122,7 +122,7 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="B",
-        help="run on this backend (`list backends`); most also run cases of other backends",
+        help="run on this backend; most backends also run the cases of others",
     ),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]

@@ -63,7 +63,7 @@ def run(
     shardproof run --backend mpi                        the cases of gloo and in_memory, on MPI
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
     shardproof run ddp-gpt --impl mine:MyDDP            your own class
-    shardproof run --impl mine:MyZero1 --depth layout   demand the bytes of reference/zero1
+    shardproof run --impl mine:MyZero1 --depth layout   require exactly the bytes of reference/zero1
     shardproof run --impl mine:MyZero1 --like 'reference/zero1*'   in the cases of reference/zero1
     shardproof run --campaign 200 --seed 7              200 random cases
     shardproof run --campaign 50 --impl '*/fsdp*'       50 random cases of FSDP

@@ -122,9 +122,7 @@ def model_facts_in(facts: Facts) -> ModelFacts:
     :raises KeyError: numbers of no case.
     """
     if not isinstance(facts, CaseFacts):
-        raise KeyError(
-            "these facts belong to no case, but a strategy's formula needs a case's shapes"
-        )
+        raise KeyError("this formula is evaluated without a case, but it needs the shapes of one")
     return facts.model_facts
 
 

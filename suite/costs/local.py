@@ -157,7 +157,9 @@ class ParameterServer(Single):
             # Staleness 2: worker 0 is alone in two steps, then each other makes up its three.
             others = range(1, self.workers)
             return [(0, step), *((w, step - bound + n) for w in others for n in range(bound + 1))]
-        raise NoCostModel(f"no formula says which updates come in which step with order {order!r}")
+        raise NoCostModel(
+            f"with order = {order!r} no formula says which step applies which updates"
+        )
 
     def flows(self) -> list[Flow]:
         """Pulls that servers answer, and pushes of workers: one message each a server."""

@@ -97,7 +97,7 @@ class TensorParallel(CostModel):
         """The embedding of positions."""
         found = [t for t in self.facts.parameters if self.facts.role(t) == "positions"]
         if not found:
-            raise NoCostModel("no parameter has the role positions, which tells the width")
+            raise NoCostModel("no parameter has the role 'positions', from which the width is read")
         return found[0]
 
     @property
@@ -178,7 +178,9 @@ class TensorParallel(CostModel):
             return model.flow(facts, "tensor", "all_reduce", [sum(n for _, n in terms)])
         idle = next((t.name for t, _ in terms if not t.in_every_backward), None)
         if idle is not None:
-            raise model.NoCostModel(f"{idle!r} is not always used: no formula gives bytes")
+            raise model.NoCostModel(
+                f"{idle!r} is not used in every step: no formula gives its bytes"
+            )
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
 
     def norms(self) -> list[Flow]:

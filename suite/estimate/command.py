@@ -76,7 +76,7 @@ def estimate(
     mesh: Annotated[
         str,
         typer.Option(
-            "--mesh", metavar="A=N,...", help="sizes of axes; other ranks form a data axis"
+            "--mesh", metavar="A=N,...", help="sizes of axes; a data axis takes what --gpus leaves"
         ),
     ] = "",
     accounting: Annotated[
@@ -109,8 +109,9 @@ def estimate(
     shardproof estimate --models
 
     In `shardproof run`, the checks `memory` and `traffic` compare measured bytes with the same
-    formulas, tolerance 0. A GB is 10^9 bytes; memory is that of the fullest rank. A16 and A32 are
-    both 16 bytes per parameter, and shard differently: docs/estimate.md.
+    formulas, tolerance 0. A GB is 10^9 bytes; memory is that of the fullest rank. --accounting
+    says which bytes a parameter needs; A16 and A32 are both 16 bytes, and shard differently
+    (docs/estimate.md).
     """
     from shardproof.estimate import shapes
 

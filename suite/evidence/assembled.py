@@ -108,7 +108,7 @@ def _merge(pieces: list[tuple[int, Piece]], first: Tensor | None) -> Tensor:
         target, tally = part(piece, full), part(piece, count)
         held, due = tuple(piece.tensor.shape), tuple(target.shape)
         if held != due:
-            raise _Unsound(f"rank {rank} holds shape {held} for {expected}, which has shape {due}")
+            raise _Unsound(f"rank {rank} holds shape {held} of {expected}; its shape must be {due}")
         target.copy_(piece.tensor)
         tally.add_(1)
     if first is not None and any(piece.incomplete for _, piece in pieces):

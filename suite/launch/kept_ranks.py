@@ -153,7 +153,7 @@ class Kept(ProcessHost):
         """
         self._lent = {}
         if launch.fresh or len(launch.ranks) < launch.world:
-            raise NotLent("the launch needs new processes")
+            raise NotLent("this launch cannot reuse processes: it must start its own")
         backend, world = launch.backend, launch.world
         key = backend.name, world if backend.mpirun else 0
         if key not in self._groups:
@@ -171,7 +171,9 @@ class Kept(ProcessHost):
         except (OSError, MpirunError) as error:
             group.end()
             self._lent = {}
-            raise NotLent(f"a kept rank process has ended: {error}") from error
+            raise NotLent(
+                f"a rank process that was kept for this case has ended: {error}"
+            ) from error
         if backend.threads:
             return [RankProcess(pid, tuple(range(world))) for pid in self._lent]
         return [RankProcess(pid, (rank,)) for rank, pid in enumerate(self._lent)]

@@ -188,7 +188,7 @@ def make_folder(root: Path, kind: str = "") -> Path:
         with contextlib.suppress(FileExistsError):
             (root / f"{name}{suffix}").mkdir(parents=True)
             return root / f"{name}{suffix}"
-    raise FileExistsError(f"{root / name}: a thousand runs of this second exist")
+    raise FileExistsError(f"{root / name}: a thousand run folders of this second exist already")
 
 
 class RunFolder:
@@ -472,7 +472,7 @@ def require_run_or_new(path: Path) -> None:
     ours = {LINES, Manifest.NAME}  # all that a disk had room for
     if path.is_dir() and not (path / NAME).exists() and {p.name for p in path.iterdir()} - ours:
         remedy = "name the folder of a run, a new folder or an empty one"
-        raise SelectionError(Problem("holds other files than a run", remedy, file=str(path)))
+        raise SelectionError(Problem("holds files that are not of a run", remedy, file=str(path)))
 
 
 def comparison_key(cases: Sequence[Case]) -> ComparisonKey:

@@ -106,7 +106,7 @@ class RankTraining:
                 if first > steps:
                     raise ValueError(
                         f"steps = {steps}, but the checkpoint in {self.saved} has {first}: steps "
-                        "counts from the first one of all runs; ask for more, or name a new folder"
+                        "counts the steps of all runs together; ask for more, or name a new folder"
                     )
                 dtype = next(iter(plan.model.model.parameters())).dtype
                 device = self.world.device

@@ -219,7 +219,7 @@ def read(path: Path) -> list[Call]:
     """
     data = path.read_bytes()
     if data[:8] != _MAGIC or len(data) != _START + ENTRIES * _SIZE:
-        raise ValueError(f"{path}: not a file of calls")
+        raise ValueError(f"{path}: this is not a file of recorded calls")
     found = []
     for base in range(_START, len(data), _SIZE):
         number, in_group, chain = _ENTRY.unpack_from(data, base)
@@ -237,7 +237,7 @@ def state(path: Path) -> State:
     with path.open("rb") as file:
         head = file.read(_START)
     if head[:8] != _MAGIC or len(head) != _START:
-        raise ValueError(f"{path}: not a file of calls")
+        raise ValueError(f"{path}: this is not a file of recorded calls")
     count, waits, backward, pid = _STATE.unpack_from(head)
     return State(pid, bool(waits), bool(count) and backward == count)
 

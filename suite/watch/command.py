@@ -57,7 +57,7 @@ class Watched:
         typer.Option(
             "--replicas",
             metavar="SETS",
-            help="which ranks hold the same parameters: all; a number K (each K consecutive "
+            help="which ranks hold the same parameters: all; a number R (every R consecutive "
             "ranks); or sets such as 0,2/1,3 (default: from wrappers and meshes, else all)",
         ),
     ] = ""
@@ -77,8 +77,8 @@ class Watched:
             metavar="S",
             min=1,
             help="stop all ranks when, for S seconds, no rank computes and none enters or "
-            "leaves a collective; if all wait for one another, in collectives or in "
-            "backward(), they are stopped after 10 seconds already",
+            "leaves a collective; only 10 seconds if all wait for one another, in collectives "
+            "or in backward()",
         ),
     ] = 60.0
     results: Annotated[
@@ -162,7 +162,8 @@ def watch(
     Exit codes: 0 all compared values are equal
                 1 a fault, a crash or a hang
                 2 bad input
-                3 nothing was compared, or some optimizer's last steps were left out
+                3 nothing was compared, or the last steps of an optimizer were
+                  not compared
               130 Ctrl-C
     """
     raise typer.Exit(_judged(how.judge, script) if how.judge is not None else _run(script, how))

@@ -224,7 +224,7 @@ class ModelBuild:
     def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
         """The part of ``module`` with blocks ``start`` to ``stop - 1``."""
         if not 0 <= start < stop <= len(self.units):
-            raise ValueError(f"units {start} to {stop} are not a part of a {type(module).__name__}")
+            raise ValueError(f"a {type(module).__name__} has no units {start} to {stop}")
         return self._workload.family.stage(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:

@@ -53,7 +53,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SelectionError, match="damaged"):
         baseline.load(str(tmp_path / "text.json"))
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(SelectionError, match="neither run nor baseline"):
+    with pytest.raises(SelectionError, match="neither a run folder nor a baseline"):
         baseline.load(str(tmp_path / "list.json"))
     path = made.write(tmp_path / "run", lines)
     header = json.loads((path / "run.json").read_text())

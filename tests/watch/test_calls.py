@@ -98,7 +98,7 @@ def test_members(group: str, ranks: list[int]) -> None:
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"SHPCALLS, or so")
-    with pytest.raises(ValueError, match="not a file of calls"):
+    with pytest.raises(ValueError, match="not a file of recorded calls"):
         calls.read(tmp_path / "log")
 
 

@@ -57,8 +57,8 @@ class OwnLoop:
         if not torch.is_grad_enabled():
             if self.forwards:
                 raise RuntimeError(
-                    "the model was called without gradients between the forward and the step of "
-                    "training: evaluate after step()"
+                    "the model was called under no_grad() after a forward of training and before "
+                    "its step(): evaluate after step()"
                 )
             [outputs] = system.handle.evaluate([lambda: self.forward(*inputs, **named)])
             return outputs

@@ -147,7 +147,9 @@ def cost(operation: str, algorithm: str, ranks: int) -> Cost:
     if formula is None:
         known = [name for op, name in COSTS if op == operation]
         remedy = nearest(algorithm, known, f"algorithms of {operation}")
-        raise SelectionError(Problem("there is no formula", remedy, f"{operation} by {algorithm}"))
+        raise SelectionError(
+            Problem("there is no time formula", remedy, f"{operation} by {algorithm}")
+        )
     if ranks < 2:
         return FREE
     steps, volume = formula(ranks)

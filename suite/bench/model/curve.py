@@ -38,7 +38,9 @@ class Compute:
         :raises ValueError: no number of samples, or one below 1.
         """
         if not gradients or min(gradients) < 1:
-            raise ValueError(f"a model needs times of 1 sample or more, not {dict(gradients)}")
+            raise ValueError(
+                f"a model of times needs 1 timed sample or more, not {dict(gradients)}"
+            )
         few, many = min(gradients), max(gradients)
         slope = gradients[many] / many
         if few < many:
