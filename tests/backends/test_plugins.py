@@ -117,7 +117,7 @@ def test_systems_say_what_they_need_and_not_where_they_run() -> None:
         "does not run on gloo_cuda: it ends the process"
     )
     assert Declaration(needs=("processes",)).denied("in_memory") == (
-        "needs processes, and in_memory runs its ranks as threads of one process"
+        "needs processes, but in_memory runs its ranks as threads of one process"
     )
     assert "'threads' is not a known word" in Declaration(needs=("threads",)).problem()  # type: ignore[arg-type]
 

@@ -122,7 +122,7 @@ def test_cells_between_nodes_are_not_timed_on_one_machine(
     with pytest.raises(SystemExit) as left:
         command_line.main()
     assert left.value.code == BAD_INPUT
-    assert "between nodes that send with unlimited, 1gbit, 100mbit" in capsys.readouterr().err
+    assert "need nodes with a bandwidth of unlimited, 1gbit, 100mbit" in capsys.readouterr().err
 
 
 def test_efficiency_by_bandwidth_is_drawn() -> None:

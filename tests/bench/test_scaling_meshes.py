@@ -84,7 +84,7 @@ def test_the_axis_that_grows_lies_outside_of_those_that_stay(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("label", "axes", "says"),
     [
-        ("hsdp", ("shard",), "has no data axis beside shard, only shard"),
+        ("hsdp", ("shard",), "has no data axis besides shard, only shard"),
         ("hsdp", ("replicate", "pipe"), "has no axis shard"),
         ("two", ("shard",), "has no axis pipe"),
     ],

@@ -137,10 +137,10 @@ def test_what_a_run_need_not_have_is_no_part_of_the_share(gate: Judge) -> None:
 
 def test_a_slower_ratio_has_failed(gate: Judge) -> None:
     old, new = ([made.bench("zero1", mean, 1e-4, 40)] for mean in (0.0, 0.5))
-    assert ": 1 failed; 100% of the results that" in gate(old, new).sentence().replace(
+    assert ": 1 failed; 100% of the results with a verdict" in gate(old, new).sentence().replace(
         "0 passed, ", ""
     )
-    assert ": 1 passed; 100% of the results that" in gate(old, old).sentence()
+    assert ": 1 passed; 100% of the results with a verdict" in gate(old, old).sentence()
 
 
 def test_ratios_that_show_nothing_decide_nothing(gate: Judge) -> None:
