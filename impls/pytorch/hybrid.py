@@ -69,6 +69,7 @@ from shardproof.impls.pytorch.tensor_styles import (
     apply_styles,
     dtensor_pieces,
     plan_styles,
+    require_split_layers,
     settle_gradient,
 )
 from shardproof.impls.reference.engine.choices import USUAL
@@ -171,8 +172,10 @@ class Hybrid(Pipelining):
                 "have several meshes; leave the scaler out"
             )
         self.splits = "tensor" in mesh.axes
-        self.positions = whole.get_parameter("embed.position.weight").shape[0]
-        self.classes = whole.get_parameter("head.weight").shape[0]
+        if self.splits:
+            require_split_layers(whole, plan_styles(whole, self.build.units, False, False))
+            self.positions = whole.get_parameter("embed.position.weight").shape[0]
+            self.classes = whole.get_parameter("head.weight").shape[0]
         if self.options.loss_parallel:
             check_loss(self.build)
         if state is not None:

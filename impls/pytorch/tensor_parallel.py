@@ -63,6 +63,7 @@ from shardproof.impls.pytorch.tensor_styles import (
     copy_number,
     dtensor_pieces,
     plan_styles,
+    require_split_layers,
     settle_gradient,
 )
 from shardproof.impls.reference.engine.choices import declared
@@ -129,13 +130,7 @@ class PyTorchTensorParallel(Adapter):
         styles = plan_styles(
             module, self.build.units, options.sequence_parallel, options.loss_parallel
         )
-        lacking = {"embed.token", "embed.position", "head"} - set(styles)
-        if lacking:
-            raise Refused(
-                "tensor parallelism splits 'embed.token', 'head' and the layers between, but "
-                f"this {type(module).__name__} has no {', '.join(sorted(lacking))}, so nothing "
-                "can be split over the axis 'tensor'"
-            )
+        require_split_layers(module, styles)
         return styles
 
     def updated(self) -> dict[str, Tensor]:

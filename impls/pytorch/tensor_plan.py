@@ -59,7 +59,9 @@ class Options(Saved):
         wrong = [style for style in styles if not isinstance(style, ParallelStyle)]
         if wrong or not styles:
             what = (
-                f"{wrong[0]!r:.60} is not a ParallelStyle" if wrong else "the plan names no module"
+                f"{wrong[0]!r:.60} is not a ParallelStyle"
+                if wrong
+                else "the plan names no module of this model; write a plan {NAME: ParallelStyle}"
             )
             raise Refused(f"option 'tensor_plan' = {self.tensor_plan!r}: {what}")
 

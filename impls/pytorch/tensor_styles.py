@@ -107,6 +107,17 @@ def plan_styles(
     return styles
 
 
+def require_split_layers(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    """:class:`Refused` for a model without the layers whose names :func:`plan_styles` knows."""
+    if lacking := {"embed.token", "embed.position", "head"} - set(styles):
+        raise Refused(
+            "tensor parallelism splits 'embed.token', 'head' and the layers between, but "
+            f"this {type(module).__name__} has no {', '.join(sorted(lacking))}, so nothing "
+            "can be split over the axis 'tensor'; for layers with other names choose "
+            "pytorch/tensor_plan with a plan, or reference/tensor with roles={NAME: 'column', ...}"
+        )
+
+
 def _on_whole_sequence(name: str) -> ParallelStyle:
     more: tuple[None, ...] = (None,) if name == WITH_FLAGS else ()
     return PrepareModuleInputOutput(

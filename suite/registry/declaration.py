@@ -61,6 +61,15 @@ _KINDS: dict[type, tuple[Any, str]] = {
 }
 
 
+def missing_package(packages: Iterable[str]) -> str:
+    """The first of ``packages`` that is not installed, and the remedy; empty: none."""
+    for name in packages:
+        # Of ``package.module`` the package: to look for the module would import it here.
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            return f"the optional package {name!r} is not installed: see docs/install-extras.md"
+    return ""
+
+
 @dataclass(frozen=True)
 class Declaration(Capabilities, Stored):
     """The capabilities of a system under some options, the ``strategy`` that it claims, and the
@@ -157,13 +166,8 @@ class Declaration(Capabilities, Stored):
 
     def missing_here(self, backend: str, world: int) -> str:
         """The backend or the package that this machine lacks; empty: none."""
-        if reason := BACKENDS[backend].available(world) or self.lacks:
-            return reason
-        for name in self.packages:
-            # Of ``package.module`` the package: to look for the module would import it here.
-            if importlib.util.find_spec(name.partition(".")[0]) is None:
-                return f"the optional package {name!r} is not installed: see docs/install-extras.md"
-        return ""
+        reason = BACKENDS[backend].available(world) or self.lacks
+        return reason or missing_package(self.packages)
 
     @property
     def runs_on_threads(self) -> bool:

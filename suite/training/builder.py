@@ -17,6 +17,7 @@ from shardproof import axes, registry, strategies
 from shardproof.backends import BACKENDS, USUAL_PROCESSES, Backend
 from shardproof.contract import Capabilities, OptimizerSpec, Refused, Role, Untrained
 from shardproof.errors import nearest
+from shardproof.registry.declaration import Declaration, missing_package
 from shardproof.training import on_rank, on_ray, optimizers, places
 from shardproof.training.inputs import require_count, require_positive
 from shardproof.training.model import Loss, UserModel
@@ -208,9 +209,17 @@ class Training:
         if progress is None:
             progress = -(-steps // 10) if sys.stderr.isatty() else 0
         plan = self.plan(size, capabilities, memory=memory, progress=progress)
+        if reason := capabilities.lacks or missing_package(capabilities.packages):
+            raise ValueError(f"{self._strategy}: {reason}")
         if world is None:
             backend = self._backend or os.environ.get("SHARDPROOF_BACKEND", USUAL_PROCESSES)
             chosen = backend_named(backend, size)
+            own = Declaration.of(registry.load(self._strategy), self._options)
+            if chosen.threads and (reason := own.denied(backend)):
+                raise ValueError(
+                    f"{self._strategy} {reason}: choose the backend {USUAL_PROCESSES} or another "
+                    "one of processes"
+                )
             if chosen.threads and size > 1 and self._source.is_one_iterator:
                 raise ValueError(
                     f"{size} ranks that are threads would share one iterator and take batches from "
@@ -236,6 +245,7 @@ class Training:
         mesh = mesh_for(self._strategy, capabilities, self._mesh, size)
         fits(self._strategy, capabilities, self._optimizer, self._options, mesh)
         require_values(self._strategy, self._model)
+        require_buffers(self._strategy, capabilities, self._model)
         options, saves = dict(self._options), self._checkpoint
         if saves is not None:
             require_format(self._strategy, capabilities, saves.option["format"])
@@ -367,6 +377,19 @@ def require_values(name: str, model: UserModel) -> None:
         raise ValueError(
             f"the model is on the device meta, and {name} needs its values: build it on a device, "
             "or choose a strategy that gives a model its values unit by unit (zero3, fsdp)"
+        )
+
+
+def require_buffers(name: str, capabilities: Capabilities, model: UserModel) -> None:
+    """Raise where the model has buffers and the implementation returns none.
+
+    :raises ValueError: so it is.
+    """
+    buffers = dict(model.model.named_buffers())
+    if capabilities.buffers == "none" and buffers:
+        raise ValueError(
+            f"{name} returns no buffers, and the model has {next(iter(buffers))!r}: choose another "
+            "strategy, or a layer without running statistics such as GroupNorm"
         )
 
 

@@ -87,10 +87,13 @@ class UserModel:
         return {name: tensor.detach() for name, tensor in named}
 
     def release(self) -> None:
-        """Free the values of the model, once a copy of it is trained; :meth:`take` gives others."""
+        """Free the values of the model, once a copy of it is trained; :meth:`take` gives others.
+
+        Shapes stay, at the cost of one element: systems build it again to learn what it returns.
+        """
         held = () if self.is_meta else (*self.model.parameters(), *self.model.buffers())
         for tensor in held:
-            tensor.data = tensor.data.new_empty(0)
+            tensor.data = tensor.data.new_zeros(()).expand(tensor.shape)
 
     def take(self, state: Mapping[str, Tensor]) -> None:
         """Give the model the values of ``state``."""

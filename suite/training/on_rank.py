@@ -65,11 +65,12 @@ class Plan:
 
 @dataclass
 class Share:
-    """The results of one rank.  ``of``: the share of the data that it trained on; ``losses`` are
-    those of this share, ``state`` whole parameters and buffers on rank 0.
+    """The results of one rank.  ``of``: the share of the data that it trained on (``None``: its
+    role gets no data); ``losses`` are those of this share, ``state`` whole parameters and buffers
+    on rank 0.
     """
 
-    of: int
+    of: int | None
     first: int
     losses: list[float | None]
     norms: list[float]
@@ -87,9 +88,11 @@ class RankTraining:
         require_mesh(plan.axes, world.size)
         self.plan, self.world = plan, world
         self.mesh = world.new_mesh(plan.axes)
-        shares = data_shares(plan.axes, self.mesh.ranks, self.mesh.ranks)
-        self.share = shares[world.rank], max(shares.values()) + 1
         self.system: Implementation = registry.load(plan.implementation)()
+        role, ranks = self.system.role, self.mesh.ranks
+        workers = [r for r in ranks if role(r, world.size, plan.options) == "worker"]
+        shares = data_shares(plan.axes, ranks, workers)
+        self.share = shares.get(world.rank), max(shares.values()) + 1
         self.losses: list[Tensor | None] = []
         self.norms: list[Tensor] = []
         self.saved: Path | None = None
@@ -245,11 +248,11 @@ def holds_checkpoint(folder: Path) -> bool:
         raise
 
 
-def merged(shares: Sequence[tuple[int, Sequence[float | None]]]) -> list[float]:
+def merged(shares: Sequence[tuple[int | None, Sequence[float | None]]]) -> list[float]:
     """The losses of the global batch: of each share, what the first rank that knows it says."""
     of_share: dict[int, Sequence[float | None]] = {}
     for of, losses in shares:
-        if of not in of_share or None in of_share[of]:
+        if of is not None and (of not in of_share or None in of_share[of]):
             of_share[of] = losses
     return [
         sum(loss or 0.0 for loss in of_step) for of_step in zip(*of_share.values(), strict=True)

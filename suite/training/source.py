@@ -99,10 +99,17 @@ class Source:
         return isinstance(sampler, RandomSampler) if shuffle is None else shuffle
 
     def batches(
-        self, first: int, share: tuple[int, int], cuts: int, device: str, dtype: torch.dtype
+        self, first: int, share: tuple[int | None, int], cuts: int, device: str, dtype: torch.dtype
     ) -> Iterator[Batch]:
-        """From step ``first`` on, the share ``(index, of)`` of each batch in ``cuts`` parts."""
-        parts = self._read(first, share, cuts) if self._indexed else self._cut(first, share, cuts)
+        """From step ``first`` on, the share ``(index, of)`` of each batch in ``cuts`` parts;
+        ``index = None``: a rank without data, whose batches have no windows.
+        """
+        index, of = share
+        if index is None:
+            yield from (Batch(step, ()) for step in itertools.count(first))
+            return
+        read = self._read if self._indexed else self._cut
+        parts = read(first, (index, of), cuts)
         for step, of_step in enumerate(parts, first):
             micros = []
             for inputs, targets, total in of_step:

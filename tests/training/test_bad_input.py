@@ -53,7 +53,7 @@ NAMES: list[tuple[Callable[[], object], str]] = [
     (lambda: made().strategy("fsdp", precision=None), "unknown precision None; valid: bf16"),  # type: ignore[arg-type]
     (lambda: made().strategy("fsdp", offload="disk"), "'offload' = 'disk'.*valid: none"),
     (lambda: made().backend(3), "unknown backend 3; valid: gloo"),  # type: ignore[arg-type]
-    (lambda: made().backend("mpi").run(1, ranks=2), "start the script by it: mpirun -n 2"),
+    (lambda: made().backend("mpi").run(1, ranks=2), "start the script by mpirun: mpirun -n 2"),
     (lambda: made().checkpoint(""), "checkpoint folder '': give the path"),
     (lambda: made().checkpoint(None), "checkpoint folder None: give the path"),  # type: ignore[arg-type]
     (lambda: made().strategy("ddp", [4]), r"mesh = \[4\]: write ranks along each axis, e.g."),  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     other = Training(Shared(), LOSS, loader()).backend("in_memory").checkpoint(folder)
     with pytest.raises(ValueError, match=r"was not saved.*same model"):
         other.run(9, ranks=2)
-    with pytest.raises(ValueError, match=r"holds no checkpoint|is no folder"):
+    with pytest.raises(ValueError, match=r"holds no checkpoint|is not a folder"):
         on(2, lambda world: shardproof.wrap(model(), "ddp").load(tmp_path / "nothing"))
 
 
@@ -277,3 +277,37 @@ def test_the_peak_of_an_own_loop_is_that_of_a_training(strategy: str) -> None:
             assert got["peak"].get(kind) == wanted["peak"].get(kind), kind
         assert got["peak"]["activations"] == pytest.approx(wanted["peak"]["activations"], rel=0.3)
         assert got["peak"]["all"] >= got["current"]["all"] > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        ("pytorch/hybrid", {"pipe": 1, "tensor": 2}),
+        ("pytorch/tensor_parallel", {"tensor": 2}),
+    ],
+)
+def test_a_plain_model_gets_a_remedy_where_names_of_layers_decide(
+    strategy: str, mesh: dict[str, int]
+) -> None:
+    built = made().backend("gloo").strategy(strategy, mesh, accumulate=2)
+    with pytest.raises(ValueError, match=r"choose pytorch/tensor_plan .* or reference/tensor with"):
+        built.run(1)
+
+
+def test_a_missing_package_is_told_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = made().strategy("ecosystem/accelerate_ddp")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="ddp: the optional package 'accelerate' is not installed"):
+        built.run(1, ranks=1)
+
+
+def test_buffers_that_no_rank_returns_are_refused() -> None:
+    built = Training(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), LOSS, loader())
+    with pytest.raises(ValueError, match="returns no buffers, and the model has"):
+        built.backend("in_memory").strategy("async_sgd").run(1, ranks=2)
+
+
+def test_a_system_of_processes_is_refused_on_threads() -> None:
+    pytest.importorskip("deepspeed")
+    with pytest.raises(ValueError, match="zero1 runs on gloo only: choose the backend gloo"):
+        made().strategy("deepspeed/zero1").run(1, ranks=2)

@@ -258,6 +258,28 @@ def test_upstream_systems_train_through_the_same_door(name: str) -> None:
     assert result.losses == pytest.approx(losses, rel=1e-9)
 
 
+@pytest.mark.parametrize(("ranks", "servers"), [(2, 1), (3, 1), (5, 2)])
+def test_the_data_is_cut_over_workers_only(ranks: int, servers: int) -> None:
+    expected, losses = trained(STEPS, torch.optim.SGD, lr=0.1, momentum=0.9)
+    built = training().optimizer("sgd", lr=0.1, momentum=0.9)
+    built.strategy("async_sgd", {"replicate": ranks}, max_staleness=0, servers=servers)
+    result = built.run(STEPS)
+    assert_equal(dict(result.state), expected)
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    stale = training().optimizer("sgd", lr=0.1).strategy("async_sgd").run(STEPS, ranks=ranks)
+    # The last worker reads what the others have updated; one worker alone is not stale yet.
+    assert stale.losses[0] == pytest.approx(losses[0], rel=1e-9 if ranks == 2 else 0.1)
+
+
+@pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 1, "shard": 2}])
+def test_a_plain_chain_trains_under_the_stages_of_torch(mesh: dict[str, int]) -> None:
+    expected, losses = trained(STEPS, lr=1e-2, clip=0.5)
+    built = training().optimizer("adamw", lr=1e-2, clip=0.5).backend("gloo")
+    result = built.strategy("pytorch/hybrid", mesh, accumulate=2).run(STEPS)
+    assert_equal(dict(result.state), expected)
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+
+
 def test_lower_precision_recomputation_and_offload_are_words() -> None:
     _, losses = trained(STEPS, lr=1e-2)
     built = training().optimizer("adamw", lr=1e-2)
