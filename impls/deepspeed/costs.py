@@ -43,6 +43,8 @@ _PAPER = "ZeRO (arXiv 1910.02054) section VII"
 class _DeepSpeed(Single):
     """The common part of the four stages: bytes that differ between points."""
 
+    unmixed = ("float32",)
+
     def held(self, kind: str) -> int:
         """The promised bytes; of temporary ones, those at ``gradients_final``."""
         last, ranks = self.facts.steps - 1, range(self.facts.world)
@@ -342,6 +344,7 @@ class DeepSpeedPipeline(Pipeline):
     """
 
     strategy, textbook = "deepspeed_pipeline", "pipeline"
+    unmixed = ("float32",)
     source = (
         "runtime/pipe/engine.py: _exec_send_activations, _exec_send_grads; _aggregate_total_loss "
         "broadcasts two losses; _exec_reduce_tied_grads; utils.py: clip_grad_norm_"

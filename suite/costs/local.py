@@ -98,6 +98,7 @@ class ParameterServer(Single):
     """
 
     strategy = "parameter_server"
+    unmixed = tuple(ITEMSIZE)
     source = (
         "a worker pulls P and pushes G in every step, servers as often as there are workers: Li et "
         "al., OSDI 2014, section 2; each server's message ends with a flag for each of its "

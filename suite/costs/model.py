@@ -149,6 +149,9 @@ class CostModel(ABC):
     divided: ClassVar[tuple[bool, bool, bool]] = (False, False, False)
     #: Whether shards rest as built, whatever is computed with: they are masters themselves.
     rests_as_built: ClassVar[bool] = False
+    #: Dtypes that parameters are built in, if the formulas follow no policy of precision (empty:
+    #: any dtype, and they follow one).
+    unmixed: ClassVar[tuple[str, ...]] = ()
     #: Whether gradients are gone when the next step begins.
     frees_gradients: ClassVar[bool] = False
     #: The strategy that an upstream system carries out; its bytes are shown as a multiple of that.

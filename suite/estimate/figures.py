@@ -201,6 +201,24 @@ def _require_blocks(facts: ModelFacts) -> None:
         raise SelectionError(Problem(what, f"give a number up to {units}", str(every)))
 
 
+def _require_counted(facts: ModelFacts, strategy: str) -> None:
+    """Raise where the formulas count other dtypes than those of ``facts``.
+
+    :raises SelectionError: the accounting is one that the system cannot train in.
+    """
+    counted = cost_model_class(strategy).unmixed
+    for dtype in {t.dtype for t in facts.parameters} if counted else ():
+        if {dtype, facts.compute(dtype), facts.reduction(dtype)} != {dtype} & {*counted}:
+            fitting = [
+                name
+                for name, about in accountings().items()
+                if about["built"] in counted and not {"parameters", "trains"} & {*about}
+            ]
+            what = f"its formulas are of models built and trained in {' or '.join(counted)}"
+            remedy = f"choose the accounting {' or '.join(fitting)}"
+            raise SelectionError(Problem(what, remedy, strategy))
+
+
 def _by_stage(
     facts: ModelFacts,
     units: Sequence[activations.Unit],
@@ -269,6 +287,7 @@ def estimated(
         raise SelectionError(Problem(reason, "choose another size of that axis", strategy))
     _require_blocks(facts)
     try:
+        _require_counted(facts, strategy)
         cost_model = asked(cost_model_class(strategy), facts)
         held = {rank: _complete(cost_model, rank) for rank in _ranks(facts)}
         fullest = max(held, key=lambda rank: sum(held[rank].values()))

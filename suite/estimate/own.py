@@ -35,7 +35,7 @@ def strategy_of(implementation: str, options: Mapping[str, Any] | None = None) -
         except (registry.UnknownImplementation, registry.BrokenImplementation) as error:
             raise SelectionError(Problem(str(error), "see `shardproof list impls`")) from error
     if not strategies.of(name).is_known:
-        valid = [*strategies.names(), *registry.names()]
+        valid = [known for known in strategies.names() if strategies.of(known).is_known]
         raise SelectionError(Problem("no formulas are known", nearest(name, valid), implementation))
     asked = implementation if name != implementation else f"reference/{name}"
     if options and (name != implementation or asked in registry.names()):

@@ -14,7 +14,7 @@ import torch
 from commands import here
 from torch import nn
 
-from shardproof import estimate, strategies, workloads
+from shardproof import estimate, registry, strategies, workloads
 from shardproof.cases.runner import run_cases
 from shardproof.costs.accounting import accounting_of
 from shardproof.costs.model import JUDGED
@@ -155,7 +155,7 @@ def test_an_optimizer_of_torch_is_taken_as_it_is() -> None:
         ("7b --memory 80", "write 80GB (10^9 bytes) or 80GiB"),
         ("7b --memory eighty", "write 80GB"),
         ("7b --impl reference/zero9", "did you mean reference/zero"),
-        ("7b --impl collectives", "no formulas of it"),
+        ("7b --impl collectives", "no formulas are known"),
         ("7b --accounting A15", "did you mean A16?"),
         ("7b --recompute often", "selective"),
         ("7b --impl zero3 --gpus 8 --recompute 40", "a number up to 32"),
@@ -165,6 +165,13 @@ def test_an_optimizer_of_torch_is_taken_as_it_is() -> None:
         ("7b --impl tensor --gpus 8 --option sequence_parallel=maybe", "must be of type bool"),
         ("7b --impl zero2 --option offload", "write e.g. a=1"),
         ("7b --impl pipeline --gpus 8 --option schedule=zigzag", "1f1b"),
+        ("7b --impl deepspeed/zero0 --gpus 8", "choose the accounting A32"),
+        ("7b --impl deepspeed/zero3 --gpus 8 --accounting B8", "choose the accounting A32"),
+        ("7b --impl deepspeed/pipeline --gpus 8", "built and trained in float32"),
+        (
+            "7b --impl reference/async_sgd --gpus 8 --accounting M18",
+            "choose the accounting A32 or B8 or S4",
+        ),
     ],
 )
 def test_bad_input_ends_with_2_and_a_remedy(words: str, says: str) -> None:
@@ -209,6 +216,34 @@ def test_a_module_that_cannot_be_estimated_gets_a_remedy(
 
 def test_memory_has_a_unit() -> None:
     assert (memory_of("80GB"), memory_of("1.5 GiB")) == (80 * 10**9, 3 * 2**29)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_implementation_has_an_estimate_or_a_reason(name: str) -> None:
+    for accounting in ("A16", "A32"):
+        try:
+            strategy = own.strategy_of(name)
+            found = estimate("7b", impl=name, gpus=8, accounting=accounting, micro_batches=8)
+        except SelectionError as error:
+            assert f"did you mean {name}" not in str(error)
+            # Only A16 depends on the system; whoever has formulas has them for fp32.
+            known = accounting == "A32" and strategies.of(registry.load(name).strategy).is_known
+            assert not known or "no formulas" in str(error), error
+        else:
+            assert found.strategy == strategy and found.state > 0
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2, "pipe": 2}, {"pipe": 2}, {"shard": 8}])
+def test_a_tensor_without_elements_is_no_error(mesh: dict[str, int]) -> None:
+    """Models without learned positions have a position embedding of 0 rows."""
+    assert 0 in [t.numel for t in shapes.tensors(shapes.model("7b"), "float32")]
+    found = estimate("7b", impl="pytorch/hybrid", mesh=mesh, gpus=8, micro_batches=8)
+    assert found.state == pytest.approx(16 * found.elements / 8, rel=0.2)
+
+
+def test_deepspeed_holds_what_fp32_takes() -> None:
+    found = estimate("7b", impl="deepspeed/zero0", gpus=8, accounting="A32")
+    assert found.state == pytest.approx(12 * found.elements, rel=1e-6)  # gradients are freed
 
 
 def test_the_command_prints_tables_and_json() -> None:

@@ -43,6 +43,8 @@ class TorchHybrid(TorchTensorParallel):
         sharding.
         """
         whole, rows = super().elements(tensor, rank), tensor.shape[0]
+        if not tensor.numel:
+            return 0, 0
         if self.is_split_by_columns(tensor):
             return rows, whole // rows
         rest = tensor.numel // rows
