@@ -102,8 +102,9 @@ def estimate(command: str) -> Mapping[str, Any]:
     done = CliRunner().invoke(command_line.app, words, catch_exceptions=False)
     if done.exit_code:
         raise ValueError(f"{command}: {done.output}")
-    [found, *_] = json.loads(done.output)["tables"][0]["rows"]
-    return dict(found)
+    found: Mapping[str, Any] = json.loads(done.output)["tables"][0]["rows"][0]
+    mesh = ast.literal_eval(str(found["mesh"]))
+    return {**{key: None if value == "" else value for key, value in found.items()}, "mesh": mesh}
 
 
 def estimate_command(entry: Mapping[str, Any]) -> str:
