@@ -214,7 +214,7 @@ def _require_counted(facts: ModelFacts, strategy: str) -> None:
                 for name, about in accountings().items()
                 if about["built"] in counted and not {"parameters", "trains"} & {*about}
             ]
-            what = f"its formulas are of models built and trained in {' or '.join(counted)}"
+            what = f"its formulas count parameters as built, in {' or '.join(counted)}"
             remedy = f"choose the accounting {' or '.join(fitting)}"
             raise SelectionError(Problem(what, remedy, strategy))
 

@@ -36,7 +36,10 @@ def strategy_of(implementation: str, options: Mapping[str, Any] | None = None) -
             raise SelectionError(Problem(str(error), "see `shardproof list impls`")) from error
     if not strategies.of(name).is_known:
         valid = [known for known in strategies.names() if strategies.of(known).is_known]
-        raise SelectionError(Problem("no formulas are known", nearest(name, valid), implementation))
+        remedy = nearest(name, valid)
+        if implementation in registry.names():
+            remedy = f"choose a system that has some, e.g. {strategies.REPLICATION}"
+        raise SelectionError(Problem("no formulas are known", remedy, implementation))
     asked = implementation if name != implementation else f"reference/{name}"
     if options and (name != implementation or asked in registry.names()):
         try:

@@ -167,7 +167,7 @@ def test_an_optimizer_of_torch_is_taken_as_it_is() -> None:
         ("7b --impl pipeline --gpus 8 --option schedule=zigzag", "1f1b"),
         ("7b --impl deepspeed/zero0 --gpus 8", "choose the accounting A32"),
         ("7b --impl deepspeed/zero3 --gpus 8 --accounting B8", "choose the accounting A32"),
-        ("7b --impl deepspeed/pipeline --gpus 8", "built and trained in float32"),
+        ("7b --impl deepspeed/pipeline --gpus 8", "count parameters as built, in float32"),
         (
             "7b --impl reference/async_sgd --gpus 8 --accounting M18",
             "choose the accounting A32 or B8 or S4",
@@ -225,7 +225,7 @@ def test_every_implementation_has_an_estimate_or_a_reason(name: str) -> None:
             strategy = own.strategy_of(name)
             found = estimate("7b", impl=name, gpus=8, accounting=accounting, micro_batches=8)
         except SelectionError as error:
-            assert f"did you mean {name}" not in str(error)
+            assert "did you mean" not in str(error)
             # Only A16 depends on the system; whoever has formulas has them for fp32.
             known = accounting == "A32" and strategies.of(registry.load(name).strategy).is_known
             assert not known or "no formulas" in str(error), error
