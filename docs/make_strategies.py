@@ -485,7 +485,7 @@ def guide(folder: str = "strategies/") -> Iterator[str]:
         takes = " or ".join(
             f"[{entries()[name]['title']}]({folder}{file_of(name)})" for name in one["take"]
         )
-        world = math.prod(ast.literal_eval(found["mesh"]).values())
+        world = math.prod(found["mesh"].values())
         example = f"{found['model']} on {world} GPUs: {gb(found['total'])} a GPU, {found['fits']}"
         rows.append((one["model"], str(one["gpus"]), takes, cell(one["why"]), example))
         commands.append(f"    {command}")
