@@ -100,12 +100,8 @@ class PicotronPipeline(Adapter):
         """Assign this rank's layers by picotron's rule, after creating its groups."""
         setup_process_group_manager(1, 1, self.mesh.world, 1)
         layers = PipelineParallel.distribute_layers(None, len(self.build.units))
-        named = dict(module.named_parameters())
-        if (positions := named.get("embed.position.weight")) is None:
-            raise Refused(
-                "picotron's pipeline reads the width of its messages from 'embed.position', but "
-                f"this {type(module).__name__} has no such layer; choose pytorch/pipelining"
-            )
+        if (positions := dict(module.named_parameters()).get("embed.position.weight")) is None:
+            raise Refused("picotron needs a layer 'embed.position'; choose pytorch/pipelining")
         self.width = positions.shape[1]
         return self.build.stage(module, layers[0], layers[-1] + 1)
 

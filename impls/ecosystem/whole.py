@@ -26,18 +26,12 @@ UNUSED = (
     *("conditional_by_rank", "conditional_by_micro_batch", "conditional_last_micro_batch"),
     *("conditional_late_step", "conditional_early_step"),
 )
-UNEQUAL = {
-    "unequal_micro_batches": "a rank with more micro-batches would start a reduction that the "
-    "other ranks do not join"
-}
+UNEQUAL = {"unequal_micro_batches": "a rank with more micro-batches would wait for the others"}
 #: What DDP promises beside the usual, where ``accumulating`` keeps all micro-batches but the last
 #: from reducing.
 DDP_FEATURES = ("accumulation_without_communication", "buffer_broadcast", "overlap")
 #: Of systems on DDP as it is by default.
-DDP_DECLINES = (
-    dict.fromkeys(UNUSED, "DDP needs find_unused_parameters=True if parameters can be unused")
-    | UNEQUAL
-)
+DDP_DECLINES = dict.fromkeys(UNUSED, "DDP needs find_unused_parameters=True for this") | UNEQUAL
 
 
 @dataclass(frozen=True)
@@ -59,10 +53,7 @@ def check_plain(options: Mapping[str, Any], mesh: Mesh, axis: str, spec: Optimiz
     """:class:`Refused` for options, for a mesh other than all ranks along ``axis``, or a scaler."""
     parse_options(NoOptions, options)
     if list(mesh.axes) != [axis]:
-        raise Refused(
-            f"this system needs a mesh with the single axis {axis!r}; this mesh has "
-            f"{list(mesh.axes)}"
-        )
+        raise Refused(f"this system needs the single axis {axis!r}; the mesh has {list(mesh.axes)}")
     if spec.scaler is not None:
         raise Refused(f"optimizer.scaler: {UNSCALED}; leave the scaler out")
 

@@ -142,7 +142,8 @@ def _kind(optimizer: str | type[torch.optim.Optimizer]) -> type[torch.optim.Opti
         raise ValueError(f"unknown optimizer {optimizer!r}; {remedy}, or give a class")
     raise ValueError(
         f"optimizer {optimizer!r:.60} is neither a name nor a class: the strategy makes "
-        "the optimizer, because it must update the strategy's tensors; write optimizer(torch.optim.AdamW, lr=...)"
+        "the optimizer, because it must update the strategy's tensors; write "
+        "optimizer(torch.optim.AdamW, lr=...)"
     )
 
 

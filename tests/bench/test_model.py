@@ -391,7 +391,7 @@ def test_compute_goes_through_what_was_measured() -> None:
         bent = Compute.through(odd, 0.0)
         assert bent.fixed >= 0 and bent.per_sample >= 0
         assert bent.seconds(16) == pytest.approx(odd[16])
-    with pytest.raises(ValueError, match="1 sample or more"):
+    with pytest.raises(ValueError, match="1 timed sample or more"):
         Compute.through({}, 0.0)
 
 

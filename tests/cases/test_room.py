@@ -43,7 +43,7 @@ def cases(name: str, tier: str = "quick") -> list[Any]:
 
 def test_small_cases_fit_into_64_mib_and_a_large_one_does_not(docker_default: Path) -> None:
     room.require(cases("ddp-gpt"), 2)
-    with pytest.raises(MachineError, match=r"a case may need 92 MiB - make room, or enlarge it"):
+    with pytest.raises(MachineError, match=r"a case may need 92 MiB - free space, or enlarge it"):
         room.require(cases(LARGE), 2)
 
 

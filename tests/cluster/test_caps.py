@@ -62,12 +62,12 @@ def test_only_what_caps_bandwidth_may_change_a_network(tmp_path: Path) -> None:
         (
             Caps(cpus=2),
             {"cores": b"0.9"},
-            "node 1: declared 2 cores, measured 0.9 cores, more than 20% off: free the machine",
+            "node 1: declared 2 cores, measured 0.9 cores, more than 20% off: end other work",
         ),
         (
             Caps(memory_bytes=1 << 30),
             {"memory": b"0"},
-            "declared 1024 MiB, measured no limit of memory, more than 20% off: the kernel keeps",
+            "declared 1024 MiB, measured no limit of memory, more than 20% off: the kernel does not",
         ),
         (Caps(cpus=1), {"cores": b"1.19"}, ""),
         (Caps(), {}, ""),

@@ -52,7 +52,7 @@ def test_pytest_shows_the_judges_reason_and_works_with_xdist(tmp_path: Path) -> 
 def test_pytest_refuses_a_class_that_cannot_be_loaded() -> None:
     done = pytest_here("scenarios", "--impl", "json:loads", "--collect-only")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "not a subclass of Implementation - nothing was run" in done.stderr
+    assert "not a subclass of Implementation - correct the name or the module" in done.stderr
 
 
 def test_the_fixture_judges_a_class_in_anybodys_tests(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_prove_names_a_call_that_judges_the_case_again(
             "raises_on_import:Mine",
             r"'raises_on_import:Mine' cannot be imported: ImportError: libfast",
         ),
-        ("json:loads", "not a subclass of Implementation - nothing was run"),
+        ("json:loads", "not a subclass of Implementation - correct the name or the module"),
     ],
 )
 def test_prove_refuses_what_cannot_be_loaded(tmp_path: Path, name: str, says: str) -> None:

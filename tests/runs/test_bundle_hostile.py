@@ -95,7 +95,7 @@ def test_what_is_no_bundle_is_told_so(tmp_path: Path) -> None:
     plain.write_bytes(b"no archive at all")
     other = forge(tmp_path / "other.tar.gz", [("r/run.json", b"{}"), (f"r/{LISTING}", b"{}")])
     empty = forge(tmp_path / "empty.tar.gz", [])
-    for path, says in ((plain, "no bundle"), (other, "first file"), (empty, "first file")):
+    for path, says in ((plain, "is not a bundle"), (other, "first file"), (empty, "first file")):
         with pytest.raises(SelectionError, match=says):
             verify_archive(path)
     for path in (plain, tmp_path / "absent"):

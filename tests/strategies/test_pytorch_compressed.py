@@ -79,7 +79,7 @@ def test_it_declines_them(trait: str) -> None:
 
 def test_ranks_that_draw_from_one_generator_are_no_threads() -> None:
     reason = Declaration.of(DDPCompressed, POWERSGD).excludes_case(case(2), "")
-    assert reason == "needs processes, and in_memory runs its ranks as threads of one process"
+    assert reason == "needs processes, but in_memory runs its ranks as threads of one process"
 
 
 def test_hooks_that_round_run_on_threads_and_take_any_shape() -> None:
