@@ -100,9 +100,7 @@ class PicotronPipeline(Adapter):
         """Assign this rank's layers by picotron's rule, after creating its groups."""
         setup_process_group_manager(1, 1, self.mesh.world, 1)
         layers = PipelineParallel.distribute_layers(None, len(self.build.units))
-        if (positions := dict(module.named_parameters()).get("embed.position.weight")) is None:
-            raise Refused("picotron needs a layer 'embed.position'; choose pytorch/pipelining")
-        self.width = positions.shape[1]
+        self.width = module.get_parameter("embed.position.weight").shape[1]
         return self.build.stage(module, layers[0], layers[-1] + 1)
 
     def updated(self) -> dict[str, Tensor]:
