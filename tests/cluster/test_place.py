@@ -123,7 +123,7 @@ def test_a_host_name_that_leads_to_the_loopback_is_seen(monkeypatch: pytest.Monk
 
 def test_a_batch_script_without_srun_is_said() -> None:
     script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
-    with pytest.raises(LaunchError, match="itself started one process .* - put `srun` before"):
+    with pytest.raises(LaunchError, match=r"itself started one process .* - put `srun` before"):
         Place.find(script)
 
 
