@@ -65,7 +65,7 @@ def uses_one(rank: int, world: int) -> list[Any]:
     else:
         assert diagonal.rank == -1
         for call in (diagonal.all_reduce, diagonal.broadcast):
-            with pytest.raises(OutsideSubgroup, match=rf"rank {rank} is not in .* \[0, 3\]: check contains"):
+            with pytest.raises(OutsideSubgroup, match=rf"rank {rank} is not in .* \[0, 3\]: check"):
                 call(value)
         with pytest.raises(OutsideSubgroup):
             diagonal.new_tag()
