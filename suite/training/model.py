@@ -66,6 +66,7 @@ class UserModel:
                 "that its lazy layers are made, before you give it"
             )
         self.model, self._loss, self._in_place = model, loss, in_place
+        self._shapes: dict[str, torch.Size] = {}
         self._shape = OwnWorkload(
             lambda: model, _no_loss, _no_batch, units=units, stages=stages, roles=roles
         )
@@ -89,23 +90,31 @@ class UserModel:
     def release(self) -> None:
         """Free the values of the model, once a copy of it is trained; :meth:`take` gives others.
 
-        Shapes stay, at the cost of one element: systems build it again to learn what it returns.
+        Shapes are kept: systems build it again to learn what it returns.
         """
-        held = () if self.is_meta else (*self.model.parameters(), *self.model.buffers())
-        for tensor in held:
-            tensor.data = tensor.data.new_zeros(()).expand(tensor.shape)
+        held = {} if self.is_meta else self._named(self.model)
+        self._shapes = {name: tensor.shape for name, tensor in held.items()}
+        for tensor in held.values():
+            tensor.data = tensor.data.new_empty(0)
+
+    @staticmethod
+    def _named(module: nn.Module) -> dict[str, Tensor]:
+        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
     def take(self, state: Mapping[str, Tensor]) -> None:
         """Give the model the values of ``state``."""
         if self.is_meta:
             self.model.load_state_dict(state, strict=False, assign=True)
             return
-        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        named, self._shapes = self._named(self.model), {}
         for name, value in state.items():
             named[name].data = value.to(named[name].device, named[name].dtype)
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         module = self.model if self._in_place else copy.deepcopy(self.model)
+        if self._shapes:
+            for name, tensor in self._named(module).items():
+                tensor.data = tensor.data.new_zeros(()).expand(self._shapes[name])
         module = module if self.is_meta else module.to(device)
         self.on_build(module)
         return module

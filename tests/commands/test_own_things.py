@@ -61,15 +61,15 @@ def test_a_wrong_hook_fails(hook: Any, state: Any, says: str) -> None:
     [
         (
             own.forgets_to_return,
-            "it returned None; a hook does not accept the arguments (state, bucket)",
+            "the hook returned None; a hook is called with (state, bucket)",
         ),
         (
             own.gives_the_buffer,
-            "it returned a Tensor; a hook does not accept the arguments (state, bucket)",
+            "the hook returned a Tensor; a hook is called with (state, bucket)",
         ),
         (
             own.gives_nothing_later,
-            "it returned a Future of None; a hook does not accept the arguments",
+            "the hook returned a Future of None; a hook is called with",
         ),
     ],
 )
@@ -145,7 +145,7 @@ def test_state_by_other_names_is_refused_and_none_is_needed() -> None:
     assert set(frame["verdict"]) == {"pass"}, list(frame["reason"])
     row, _ = prove(optimizer=own.without_groups, worlds=2).to_dict("records")
     assert row["verdict"] == "refused"
-    assert "gives a WithoutGroups without zero_grad, param_groups" in row["reason"]
+    assert "the result is a WithoutGroups without zero_grad, param_groups" in row["reason"]
 
 
 # ---------------------------------------------------------------------------------------- a sampler
@@ -177,7 +177,7 @@ def test_a_wrong_sampler_fails() -> None:
     shuffled = prove(sampler=own.ForgetsTheEpoch, worlds=2).set_index("case")["reason"]
     told = {name.split("]")[0].removeprefix("prove["): reason for name, reason in shuffled.items()}
     assert "epoch 1 has the order of epoch 0" in told["pad"]
-    assert "declines resume: no state_dict and load_state_dict" in told["resumed"]
+    assert "declines resume: the sampler has no state_dict and load_state_dict" in told["resumed"]
 
 
 def test_a_sampler_of_one_world_is_not_asked_for_others() -> None:
@@ -310,7 +310,7 @@ def test_what_is_declined_must_mean_something(system: Any, says: str) -> None:
         ({"tensor_plan": own.NO_PLAN}, "'colwise' is not a ParallelStyle"),
         ({"schedule": own.Before}, "is not a schedule class of torch.distributed.pipelining"),
         ({"schedule": "own_things:three.csv"}, "there is no file three.csv next to own_things"),
-        ({"implementation": "plain", "settings": "sgd"}, "settings= needs optimizer="),
+        ({"implementation": "plain", "settings": "sgd"}, "settings= belongs to an optimizer"),
     ],
 )
 def test_what_cannot_be_judged_is_refused_before_anything_runs(

@@ -252,7 +252,7 @@ def test_sets_are_read(text: str, world: int, sets: tuple[tuple[int, ...], ...])
         ("3", "4 ranks cannot be cut into sets of 3"),
         ("0", "4 ranks cannot be cut into sets of 0"),
         ("0,1/1,2", "a rank is listed twice"),
-        ("0,4", "rank 4 of 4"),
+        ("0,4", "rank 4 does not exist in 4 ranks"),
         ("a/b", "'a' is not a rank"),
         ("0,1/", "a set is empty"),
     ],
