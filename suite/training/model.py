@@ -93,7 +93,8 @@ class UserModel:
         Shapes are kept: systems build it again to learn what it returns.
         """
         held = {} if self.is_meta else self._named(self.model)
-        self._shapes = {name: tensor.shape for name, tensor in held.items()}
+        # In place: systems hold shallow copies of this object.
+        self._shapes.update({name: tensor.shape for name, tensor in held.items()})
         for tensor in held.values():
             tensor.data = tensor.data.new_empty(0)
 
@@ -106,7 +107,8 @@ class UserModel:
         if self.is_meta:
             self.model.load_state_dict(state, strict=False, assign=True)
             return
-        named, self._shapes = self._named(self.model), {}
+        named = self._named(self.model)
+        self._shapes.clear()
         for name, value in state.items():
             named[name].data = value.to(named[name].device, named[name].dtype)
 
