@@ -113,7 +113,7 @@ def test_a_scenario_names_it_and_finds_what_it_has(tmp_path: Path) -> None:
             "ATENDING",
             "mine.yaml:5: workload 'own_models:ATENDING' has no",
         ),
-        ("tied: false", "tide: 1", "unexpected keyword argument 'tide' - nothing was run"),
+        ("tied: false", "tide: 1", "unexpected keyword argument 'tide' - correct the workload"),
         ("  params:", "  traits: [unused, empty]\n  params:", "the model has no 'empty'"),
         ("  params:", "  traits: [scalar, conditional_by_rank]\n  params:", "would change the mod"),
         ("tied: false", "tied: {}", ""),
@@ -151,7 +151,7 @@ def test_what_cannot_be_judged_says_why(name: str, says: str) -> None:
 
 
 def test_prove_tells_it_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(SelectionError, match=r"own_models:MEAN: .* nothing was run"):
+    with pytest.raises(SelectionError, match=r"own_models:MEAN: .* - correct the workload"):
         prove("plain", workload=own_models.MEAN, worlds=(1,), results=tmp_path / "run")
     with pytest.raises(SelectionError, match="ranks cannot import this workload"):
         local = workloads.own.OwnWorkload(own_models.chain, own_models.each, own_models.points)
