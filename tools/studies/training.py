@@ -207,7 +207,7 @@ def launch(turns: Turns, ranks: int, memory: bool) -> None:
     )
     result = training.run(steps=turns.last + 1, ranks=ranks, progress=0, memory=memory)
     files = turns.folder.glob(f"losses{turns.launch}-*.pt")
-    of_ranks = [torch.stack(torch.load(file)) for file in files]
+    of_ranks = [torch.stack(torch.load(file, weights_only=True)) for file in files]
     plain = torch.stack(of_ranks).mean(0)
     own = torch.tensor(result.losses[: len(plain)])
     if not torch.allclose(own[: len(plain)], plain[: len(own)], rtol=SAME):
