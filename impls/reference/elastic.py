@@ -16,11 +16,11 @@ joiner has all that training depends on, and that every sample is trained on onc
                  micro-batches  forward, backward; gradients add up locally
                  finish         [2] buckets are summed over the members
                                 [3] vote: who used what, how many samples; the last call of a step
-                 clip, update   [4] committed; no call, so that nobody can be alone with it
+                 clip, update   [4] committed; no call, so that no member can be alone in one
     a member is gone            [5] a wait of [2] or [3] fails on all others: what [1] remembered is
-                                    put back, and the step taken again over who is left
-    reconfigure                 [6] members tell how many steps they have; who has fewer than the
-                                    first of those with most takes over all that it has
+                                    put back, and the step repeated over the members left
+    reconfigure                 [6] members compare their numbers of steps; those with fewer than
+                                    the most take over the state of the first with the most
 
 The vote is the commit: it ends on a member only when all have put their gradients in, and have
 seen the sums of all.  A backend whose calls end on some and fail on others may still leave one
