@@ -1,4 +1,4 @@
-"""The judge: does splitting the work over many ranks change nothing but the cost?"""
+"""The judge: when work is split over many ranks, does anything other than the cost change?"""
 
 from __future__ import annotations
 

@@ -398,7 +398,7 @@ class Mesh:
         wrong = [rank for rank in ranks if type(rank) is not int or rank not in self.ranks]
         if wrong:
             there = ", ".join(map(str, self.ranks))
-            raise ValueError(f"{given}: {wrong[0]!r} is no rank of this mesh; valid: {there}")
+            raise ValueError(f"{given}: {wrong[0]!r} is not a rank of this mesh; valid: {there}")
         if twice := [rank for rank in set(ranks) if list(ranks).count(rank) > 1]:
             raise ValueError(f"{given}: rank {min(twice)} is given twice")
         if list(ranks) != sorted(ranks):

@@ -322,4 +322,4 @@ def file_kinds() -> dict[str, FileKind]:
 def absent(wing: str, option: str) -> SelectionError:
     """The error of ``option``, which needs the folder of ``wing``."""
     what = f"the option needs the folder suite/{wing}, which is missing here"
-    return SelectionError(Problem(what, "restore that folder, or leave the option out", option))
+    return SelectionError(Problem(what, f"restore suite/{wing}, or leave the option out", option))

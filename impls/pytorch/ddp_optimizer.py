@@ -132,8 +132,8 @@ class DDPWithOptimizer(PyTorchDDP):
         if slots != wanted and not (slots <= wanted and self.scaler.is_enabled()):
             raise self._refused(
                 f"the optimizer keeps {', '.join(sorted(slots)) or 'nothing'} for each "
-                "parameter, but this is compared with torch's state: "
-                f"{', '.join(sorted(wanted)) or '(none)'}; use torch's names, or test SGD "
+                "parameter, but torch's optimizer, with which it is compared, keeps "
+                f"{', '.join(sorted(wanted)) or 'nothing'}; use torch's names, or test SGD "
                 "without momentum, which keeps no state"
             )
 

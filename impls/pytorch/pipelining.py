@@ -155,7 +155,7 @@ class Options(Saved):
         if self.chunks < 1 or self.chunks != (wanted or self.chunks):
             valid = "at least 1" if wanted is None else str(wanted)
             raise Refused(
-                f"option 'schedule.chunks' = {self.chunks}: with {self.name} the number of "
+                f"option 'schedule.chunks' = {self.chunks}: for {self.name}, the number of "
                 f"stages per rank must be {valid}"
             )
 

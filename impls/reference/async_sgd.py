@@ -97,7 +97,8 @@ class Options:
         at_least("servers", self.servers, 1)
         if isinstance(self.order, str) and self.order not in ORDERS:
             raise Refused(
-                f"option 'order' is {', '.join(ORDERS)}, or a list of workers, not {self.order!r}"
+                f"option 'order' must be {', '.join(ORDERS)} or a list of workers, not "
+                f"{self.order!r}"
             )
         if self.momentum == "by_worker" and not self.max_staleness:
             raise Refused(
@@ -107,7 +108,7 @@ class Options:
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
                 f"option 'order' = 'in_turn' with max_staleness = {self.max_staleness}: no "
-                "gradient is stale in this order; set max_staleness to 0, or order to slow"
+                "gradient is stale in this order; set max_staleness to 0, or set order to slow"
             )
 
     def arrivals(self, workers: int) -> Iterator[int]:

@@ -138,8 +138,8 @@ class Options(PipelineOptions, Training):
         kind = DATA[self.data].options
         if "checkpoint" in self.data_options:
             raise Refused(
-                "option 'data_options.checkpoint': all axes save together; write 'checkpoint' "
-                "next to 'data_options'"
+                "option 'data_options.checkpoint': one checkpoint covers all axes; move "
+                "'checkpoint' out of 'data_options', one level up"
             )
         options = parse_options(kind, self.data_options, "data_options.")
         if not issubclass(kind, Training):
@@ -241,9 +241,9 @@ class ReferenceHybrid(ReferencePipeline):
         if inner.compress is not None and self.is_cut and inner.reduction.each_round:
             raise Refused(
                 f"option 'data_options.compress' with 'data' = {data!r} in a pipeline: each "
-                "micro-batch is reduced by itself, in the order of the schedule, which the "
-                "compressor's emulator does not know; set data to ddp or zero1, or to fsdp with "
-                "accumulate_without_communication"
+                "micro-batch is compressed by itself, in the order of the schedule, and the "
+                "reference run does not know this order; set data to ddp or zero1, or to fsdp "
+                "with accumulate_without_communication"
             )
         if data.startswith("zero") and mesh.size("replicate") > 1:
             raise Refused(

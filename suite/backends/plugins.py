@@ -82,7 +82,7 @@ def _loaded(name: str) -> Backend:
 def _fault(name: str, kind: object) -> str:
     """Why ``kind`` is no backend called ``name``; empty: it is."""
     if not (isinstance(kind, type) and issubclass(kind, Backend)):
-        return "is no subclass of shardproof.backends.Backend"
+        return "is not a subclass of shardproof.backends.Backend"
     if lacking := sorted(kind.__abstractmethods__):
         return f"does not define {', '.join(lacking)}"
     own = getattr(kind, "name", None)

@@ -80,7 +80,7 @@ def _read(file: Path, rank: int) -> RankRecord:
         open_input(file).close()  # no pipe, which would never end
         record = RankRecord.from_dict(tensor_bytes.load(file))
         if record.rank != rank:
-            raise ValueError(f"the record is that of rank {record.rank}")
+            raise ValueError(f"the record belongs to rank {record.rank}")
     except (*DAMAGE, FileNotFoundError) as error:
         why = f"left a record that cannot be read: {error}"
         raise BrokenContract(f"rank {rank} {why}") from error

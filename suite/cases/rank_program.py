@@ -345,7 +345,7 @@ class _Rank:
 
         def observe(point: Point) -> None:
             if point not in contract.POINTS:
-                raise BrokenContract(f"step {step}: {point!r} is no point of observation")
+                raise BrokenContract(f"step {step}: {point!r} is not a point of observation")
             if point in observed:
                 raise BrokenContract(f"step {step}: {point!r} was observed twice")
             with log.observe(point) if log else nullcontext():

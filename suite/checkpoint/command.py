@@ -24,22 +24,22 @@ checkpoints = typer.Typer(
     shardproof checkpoint diff PATH OTHER       differences between two checkpoints
     shardproof checkpoint convert PATH FOLDER --to full
 
-    PATH is a checkpoint, or a folder of checkpoints, of which the newest is used.
+    PATH is a checkpoint, or a folder of checkpoints; then the newest checkpoint is used.
     """,
 )
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder (its newest is used)")
+    Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder with checkpoints (newest)")
 ]
 
 
 @checkpoints.command(short_help="Show the contents of a checkpoint and the system that saved it.")
 def inspect(
     path: PathArgument,
-    names: Annotated[bool, typer.Option("--names", help="a row for each tensor")] = False,
+    names: Annotated[bool, typer.Option("--names", help="print a row for each tensor")] = False,
 ) -> None:
     """Show the contents of a checkpoint: strategy, mesh, step, tensors. Reads no tensor.
 
-    Exit code 2 if there is none, or its manifest, an index or a header is damaged.
+    Exit code 2: there is no checkpoint, or its manifest, an index or a header is damaged.
 
     \b
     shardproof checkpoint inspect checkpoints
@@ -59,8 +59,8 @@ def inspect(
 def verify(path: PathArgument) -> None:
     """Read every byte and compare it with the checksums; then give a SHA-256 of the contents.
 
-    The SHA-256 is that of names, dtypes, shapes and elements, in whatever files they lie: two
-    formats of one checkpoint have the same. Exit code 2 and a line for each damaged place, if any.
+    The SHA-256 covers names, dtypes, shapes and elements, not files: two formats of one checkpoint
+    have the same SHA-256. Exit code 2: a place is damaged; the output has a line for each.
 
     \b
     shardproof checkpoint verify checkpoints
@@ -87,8 +87,9 @@ def diff(
 ) -> None:
     """Compare two checkpoints bit for bit, tensor by tensor, whatever their formats and layouts.
 
-    Lists tensors of only one; for each tensor that differs its norms and the first element. Exit
-    codes: 0 no difference, 1 some, 2 one cannot be read.
+    Lists the tensors that only one checkpoint has. For each tensor that differs, prints its norms
+    and the first element that differs. Exit codes: 0 no difference, 1 some differences, 2 a
+    checkpoint cannot be read.
 
     \b
     shardproof checkpoint diff checkpoints/step-00000012-save-0002-3fa94c11-7be2 checkpoints
@@ -123,7 +124,7 @@ def convert(
     """Write a checkpoint in another format, verified on the way; the old one is kept.
 
     `full` is for other tools: model.safetensors has the names of the module. `sharded` has equal
-    parts for N ranks; loading needs none, since every layout is read by every other.
+    parts for N ranks; no load needs this format, because every system reads every layout.
 
     \b
     shardproof checkpoint convert checkpoints whole --to full

@@ -129,7 +129,7 @@ def _newest_are_left(evidence: Evidence, rows: list[ComparisonRow]) -> None:
     place = (plan.save_at - 1, "saves", "checkpoints that are left", "the folder")
     rows.append(ComparisonRow(*place, error=float(abs(left - wanted)), bound=0.0))
     if left != wanted:
-        raise Differs(f"after {plan.saves} saves {left} checkpoints are left, expected {wanted}")
+        raise Differs(f"{left} checkpoints are left after {plan.saves} saves, expected {wanted}")
 
 
 def _what_follows(base: Evidence, other: Continued, rows: list[ComparisonRow]) -> None:
@@ -265,7 +265,8 @@ def _progress(base: Evidence, other: Continued) -> None:
         given = plan.extra(other.first_step)
         if odd := [key for key in {**given, **extra} if given.get(key) != extra.get(key)]:
             was, now = given.get(odd[0]), extra.get(odd[0])
-            raise Differs(f"extra was not loaded on rank {rank}: {odd[0]!r} is {now}, not {was}")
+            what = f"the extra values of save were not loaded on rank {rank}"
+            raise Differs(f"{what}: {odd[0]!r} is {now}, expected {was}")
 
 
 def _step_of(extra: Mapping[str, Any]) -> Any:

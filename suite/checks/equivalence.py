@@ -119,7 +119,7 @@ def _beside_loss(evidence: Evidence) -> Rows:
     case, name = evidence.case, evidence.workload.beside_loss
     if not name or sum(case.workload.micro_batch_counts(case.data_coordinates)) < 2:
         return []
-    what = f"the model's gradient depends on how the batch is cut, and its loss does not: {name!r}"
+    what = f"the model's gradient depends on how the batch is cut, but the loss does not: {name!r}"
     text = (
         f"{what}: the gradient of the whole first batch differs from the sum over its two halves. "
         "The forward adds a term once per micro-batch that is not part of the loss: declare it as "

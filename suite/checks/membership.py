@@ -46,8 +46,8 @@ def _lived(figures: Figures) -> str:
     for death in figures.case.deaths:
         if figures.ranks[death.rank].steps[death.step].attempt == "lived":
             what = f"was to die before its call {death.call} of step {death.step}"
-            why = "which it ended with fewer calls: name an earlier one"
-            return f"rank {death.rank} {what}, {why}"
+            why = "the rank ended that step with fewer calls: name an earlier call"
+            return f"rank {death.rank} {what}, but {why}"
     return ""
 
 

@@ -205,9 +205,9 @@ def _not_reloadable(case: Case) -> str:
         where = "a fresh instance may lay its buckets out otherwise"
         return f"{case.backend} adds up in an order of its own, and {where}"
     if case.optimizer.scaler is not None:
-        return "a loss scale is no piece of local state"
+        return "a loss scale is not a piece of local state"
     if "dropout_stateful" in case.workload.traits:
-        return "dropout_stateful: a generator's state is no piece of local state"
+        return "dropout_stateful: a generator's state is not a piece of local state"
     return ""
 
 

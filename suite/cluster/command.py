@@ -65,15 +65,16 @@ def run(
     shardproof cluster run ddp-gpt --fault kill_node,node=1     the effect of a killed node
     shardproof cluster run ddp-gpt --delay 10 --slow-node 1:cpus=0.5
 
-    Builds the images if they are missing or old (from a checkout): those with DeepSpeed and MPI if
-    a case needs one of them. The run folder is one that verify, report, compare and gate take like
-    any other; run.json lists images, nodes, and the node of each rank. Cases of backend in_memory
-    have ranks that are threads: they run in the head.
+    Builds the images if they are missing or old (from a checkout), with DeepSpeed and MPI if a case
+    needs one of them. `verify`, `report`, `compare` and `gate` accept the run folder like any
+    other; run.json lists images, nodes, and the node of each rank. Ranks of backend in_memory are
+    threads: these cases run in the head.
     --fault strikes when the first rank of a node reaches a step (from 0; default 1) of a
     case (from 1, of those with a rank there): kill (that rank), kill_node, pause_node, cut_node
     (from the network), slow_node, fill_memory, fill_disk, stop_head, stop_client. Words: node=,
     case=, step=, phase=forward|backward|update, seconds= (of a pause or cut; default: to the end).
-    Caps are measured before the run; more than 20 % off ends it with exit code 3 and both figures.
+    Caps are measured before the run. If one is more than 20 % off, the command prints both figures
+    and ends with exit code 3.
     A class or scenario file of your own is mounted read only, with its folder.
     """
     from shardproof.commands import run as in_head
@@ -111,7 +112,7 @@ def _chosen(
     cut_by = "--shard" if given["shard"] else "--budget" if given["budget"] else ""
     if fault and cut_by:
         what = f"{cut_by} may leave out the case of the fault"
-        raise SelectionError(Problem(what, "choose cases by -k instead", f"--fault with {cut_by}"))
+        raise SelectionError(Problem(what, "choose cases by -k", f"--fault with {cut_by}"))
     needs = head.needs_of(given["scenarios"], given["backend"], wanted)
     cases: list[Case] = []
     if not given["campaign"]:
@@ -182,9 +183,11 @@ for wing in wings():
 
 @clusters.command("build")
 def build(
-    force: Annotated[bool, typer.Option("--force", help="also images that are up to date")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="also rebuild images that are up to date")
+    ] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="also images with DeepSpeed and MPI")
+        bool, typer.Option("--all", help="also build images with DeepSpeed and MPI")
     ] = False,
 ) -> None:
     """Build the images if they are missing or old.

@@ -59,7 +59,7 @@ class Plan:
             wrong = error.errors()[0]["loc"][0]
         word = next(word for word, (name, _) in given.items() if name == wrong)
         remedy = f"write KIND,node=N,case=N,step=N,phase={'|'.join(_PHASES)},seconds=S"
-        raise _problem(f"{word!r} is not a valid part of a fault", remedy, text)
+        raise _problem(f"{word!r} is not a valid field of a fault", remedy, text)
 
     def applied(
         self, cases: Sequence[Case], nodes: int, ranks_per_node: int, text: str = ""

@@ -71,7 +71,7 @@ def slow_node(text: str) -> tuple[int, Caps]:
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="WORD", help="the arguments of the same command on one machine"),
+    typer.Argument(metavar="WORD", help="arguments, as for the same command on one machine"),
 ]
 
 
@@ -99,7 +99,9 @@ class Shape:
     ] = None
     memory_bytes: Annotated[
         int | None,
-        typer.Option("--memory", metavar="M", parser=memory, help="of each node, such as 2g"),
+        typer.Option(
+            "--memory", metavar="M", parser=memory, help="memory of each node, such as 2g"
+        ),
     ] = None
     bits_per_second: Annotated[
         int | None,
@@ -130,7 +132,8 @@ class Shape:
         ),
     ] = None
     all_packages: Annotated[
-        bool, typer.Option("--all-packages", help="DeepSpeed and MPI, even if no case needs them")
+        bool,
+        typer.Option("--all-packages", help="add DeepSpeed and MPI, even if no case needs them"),
     ] = False
     results: options.Results = None
     keep: Annotated[

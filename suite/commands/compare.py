@@ -77,11 +77,12 @@ def compare(
     shardproof compare results/baselines/*.json --by hardware --into README.md
 
     Two results are compared if they have the same id, suite, torch, configuration and data set.
-    Exact figures (verdicts, bytes, calls, memory) have tolerance 0. Seconds are never compared:
-    each run measures ratios of times, and `compare` shows the difference of two ratios with its
-    95 % interval (Welch).
+    Exact figures (verdicts, bytes, calls, memory) have tolerance 0. Seconds are never compared.
+    Each run measures ratios of times, such as A over B; `compare` shows by how much the ratio of
+    one run differs from that of another, with its 95 % interval (Welch).
 
-    Exit codes: 0 compared, whatever differs (`gate` judges); 2 bad input; 3 nothing is comparable.
+    Exit codes: 0 the comparison was made, even if results differ (`gate` judges them); 2 bad
+    input; 3 nothing is comparable.
     """
     from shardproof.compare import baseline
 
@@ -179,7 +180,7 @@ def gate(
     shardproof gate RUN --against BASELINE --summary "$GITHUB_STEP_SUMMARY" --append \\
                     --annotations github
     shardproof gate RUN --against BASELINE --policy FILE --on 2027-02-01
-    shardproof gate RUN.tar.gz --against BASELINE --verify   made elsewhere
+    shardproof gate RUN.tar.gz --against BASELINE --verify   from another machine
 
     \b
     Without a policy, each of these breaks the gate:

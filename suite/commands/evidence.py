@@ -108,8 +108,8 @@ def verify(run: options.Run = None) -> None:
     Exit codes: 0 every verdict holds
                 1 a planned case is missing, a byte was changed, a record gives
                   another verdict than the run states, or a Python package
-                  that its backends or strategies need is not installed; a
-                  message names case and file
+                  that the run's backends or strategies need is not
+                  installed; a message names case and file
                 2 an archive is damaged, or not safe to unpack
                 3 nothing was judged
 
@@ -145,26 +145,25 @@ def merge(
         typer.Option("--into", metavar="RUN", help="the new run folder", parser=options.named),
     ] = None,
 ) -> None:
-    """Merge the parts of a selection, which commands with `--shard I/N` left on N
-    machines, into one run.
+    """Merge the parts of a selection, made by `--shard I/N` on N machines, into one run.
 
     Lines, records and raw times are copied byte for byte; `verify`, `report`, `compare` and `gate`
-    take the run like any other. Cases without a result in any part are listed, and can be
+    accept the merged run like any other. Cases without a result in any part are listed, and can be
     run by `run --resume --results RUN` (cases). run.json has machine, torch and kernels of each
     part.
 
-    Refuses parts of other selections, another number of parts, versions or commits of the
-    suite, formats, and one part twice; of timed parts also other hardware and torch, because
-    figures other than ratios belong to one machine.
+    All parts must have the same selection, number of parts, version and commit of the suite, and
+    format; no part may be given twice. Timed parts must also have the same hardware and torch,
+    because figures other than ratios belong to one machine.
 
-    Exit codes: 0 all parts are there, whatever their verdicts (see `report` and `gate`); 2 parts
-    that do not belong together; 3 a part is missing, did not end,
-    or left something out (a budget, Ctrl-C).
+    Exit codes: 0 all parts are there, whatever their verdicts (see `report` and `gate`); 2 the
+    parts do not belong together; 3 a part is missing, did not end, or left something out
+    (a budget, Ctrl-C).
 
     \b
     shardproof run --tier full --shard 1/4 --results part1        on one machine; 2/4 on the next
     shardproof merge part1 part2 part3 part4 --into results/full
-    shardproof merge part*.tar.gz                                 bundles of them
+    shardproof merge part*.tar.gz                                 bundles of parts
     """
     from shardproof.commands.supervision import open_folder
     from shardproof.runs import merge as parts
@@ -216,15 +215,15 @@ def bundle(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="default: <run-id>.tar.gz here"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="replace FILE if it is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace FILE if it exists")] = False,
 ) -> None:
     """Pack a run into one archive that `shardproof verify` accepts on another machine.
 
-    Holds the inputs of verdicts (records, raw times, the lines of all cases, the manifest) and
-    the reports, with a digest of all; lists what it leaves out (logs of clusters). The same run
-    gives the same bytes. To verify it you need the archive and shardproof, with any torch.
-    Names and times of files are not packed, but the run's own records are: its commands, and paths
-    in messages of failures.
+    The archive holds the inputs of verdicts (records, raw times, the lines of all cases, the
+    manifest) and the reports, with a digest of all. It lists what it leaves out (logs of clusters).
+    The same run gives the same bytes. To verify the archive you need only shardproof, with any
+    torch. Owners and times of files are not packed, but the run's records name its commands, and
+    paths in messages of failures.
 
     Ends with exit code 2, and writes nothing, if the run does not match its manifest.
 

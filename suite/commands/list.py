@@ -127,8 +127,9 @@ def list_(
     none.
 
     A pair that has neither a case nor a reason is open. If a pair is open and there are no filters,
-    the exit code is 1. The last line (on stderr if the output is piped) takes conditions three at a
-    time: it counts the possible combinations, and the share that occurs in a case.
+    the exit code is 1. The last line (on stderr if the output is piped) is about combinations of
+    three conditions (triggers or features): how many are possible, and which share of them occurs
+    in at least one case.
 
     \b
     shardproof list impls

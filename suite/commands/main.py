@@ -34,10 +34,10 @@ from shardproof.errors import InputError, MachineError, Problem
 from shardproof.files import UNWRITABLE
 
 #: Help texts are laid out here, so click must not fill their lines again (``\b``).
-_HELP = """Does splitting the training over many ranks change nothing but the cost?
+_HELP = """When training is split over many ranks, does anything other than the cost change?
 
 Test implementations of distributed training: their numbers must equal those of one process,
-and their bytes the promised ones. Planted faults prove that the checks can fail.
+and their bytes must equal the promised bytes. Planted faults prove that the checks can fail.
 
 \b
 shardproof run                                   the quick conformance matrix

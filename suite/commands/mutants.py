@@ -28,10 +28,10 @@ class HowPlanted(options.Output):
         "full", "--tier", help="quick: succeed even if --budget leaves no time for some faults"
     )
     depth: Literal["family"] | None = option(
-        None, "--depth", help="family: judge costs by bounds; any check that fails counts"
+        None, "--depth", help="judge costs by bounds; a fault is caught if any check fails"
     )
     campaign: int | None = option(
-        None, "--campaign", metavar="N", min=1, max=1000, help="use up to N random cases instead"
+        None, "--campaign", metavar="N", min=1, max=1000, help="plant each in up to N random cases"
     )
     seed: int | None = option(
         None, "--seed", metavar="S", min=0, help="with --campaign: seed of cases and order [0]"
@@ -43,15 +43,15 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     """Plant every fault: its check must fail, and without the fault the same case must pass.
 
     A fault changes one implementation, its parent. Prints a line for each system with faults, and
-    every fault that survives. A fault survives if the check named for it does not fail; then the
-    exit code is 1. With -v, prints the kill matrix, fault x check.
+    every fault that survives. A fault survives if the check that must catch it does not fail; then
+    the exit code is 1. With -v, prints the kill matrix, fault x check.
 
     With --campaign N, each fault is planted in up to N random cases of its parent, in the order of
-    `run --campaign`, until the fault makes a check fail which the parent passes. The output shows
-    the share of faults caught after 1, 2, ... N cases. This only measures: a fault that survives
-    does not change the exit code; a parent that fails does. --seed also sets the order of the
-    faults, so those that fit into --budget are a random sample. `kills-by-n.json` in the run folder
-    holds the results.
+    `run --campaign`. It is caught once a check fails that passes without the fault. The output
+    shows the share of faults caught after 1, 2, ... N cases. This is only a measurement: a fault
+    that survives does not change the exit code; a parent that fails does. --seed also sets the
+    order of the faults, so those that fit into --budget are a random sample. `kills-by-n.json` in
+    the run folder holds the results.
 
     \b
     shardproof mutants

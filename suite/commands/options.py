@@ -122,14 +122,14 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="B",
-        help="run on this backend; most backends also run the cases of others",
+        help="use this backend; most backends can also run cases of other backends",
     ),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]
 Expression = Annotated[
     str,
     typer.Option(
-        "-k", metavar="EXPR", help="words of ids, joined by `and`, `or`, `not` and ( ) as in pytest"
+        "-k", metavar="EXPR", help="select by parts of ids, joined by `and`, `or`, `not` and ( )"
     ),
 ]
 Tier = Annotated[TierName, typer.Option("--tier", help="the quick subset, or all cases")]
@@ -262,7 +262,12 @@ def write(path: Path, text: str) -> None:
 
 Results = Annotated[
     Path | None,
-    typer.Option("--results", metavar="RUN", help="run folder to write; may exist", parser=named),
+    typer.Option(
+        "--results",
+        metavar="RUN",
+        help="write to this run folder; a run in it is extended",
+        parser=named,
+    ),
 ]
 #: A run that is looked at.
 Run = Annotated[

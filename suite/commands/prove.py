@@ -193,7 +193,7 @@ def prove(
     if depth not in ("", "family", "layout"):
         raise SelectionError(Problem("unknown depth", "write 'family' or 'layout'", repr(depth)))
     if type(jobs) is not int or jobs < 1:
-        raise SelectionError(Problem("jobs must be an int from 1", "give e.g. jobs=2", repr(jobs)))
+        raise SelectionError(Problem("jobs must be an int, 1 or more", "give jobs=2", repr(jobs)))
     with Session(jobs) as session:
         session.check(name, options)
         asks_axis = axis is None and not meshes

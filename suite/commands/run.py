@@ -27,7 +27,7 @@ class Others:
     """Other cases than scenarios give: random ones, of an earlier run, or at another depth."""
 
     campaign: options.Campaign = None
-    drawn: str | None = option(None, "--case", metavar="ID", help="a campaign's case, by full id")
+    drawn: str | None = option(None, "--case", metavar="ID", help="run one random case, by full id")
     resume: bool = option(
         False, "--resume", help="continue the run in --results (default: the newest run)"
     )
@@ -118,7 +118,9 @@ def _require_fitting(
         given = {"--like": filters.like, **of_new_runs}
         what = "the run keeps its planned cases"
         if clash := next((name for name in sorted(given) if given[name]), ""):
-            problem = Problem(f"{clash} needs a new run", f"leave it out: {what}", given[clash])
+            problem = Problem(
+                f"{clash} is only for a new run", f"leave it out: {what}", given[clash]
+            )
             raise SelectionError(problem)
     if others.resume and others.rerun_failed:
         remedy = "give one: --resume runs what has no result, --rerun-failed the cases that failed"

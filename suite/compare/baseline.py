@@ -133,7 +133,7 @@ def read(path: Path) -> Snapshot:
             what = f"has baseline format {document.get('format')!r}, this version reads {FORMAT}"
             raise SelectionError(Problem(what, AGAIN, file=str(path)))
         if not document["versions"]:
-            raise ValueError("no versions")
+            raise ValueError("it names no versions")
         whole = {key: document[key] for key in (*_HEAD, "versions", "kills", "keys")}
         for part in _PARTS:
             rows = document[part].items()

@@ -62,7 +62,7 @@ def cost_model_class(strategy: str) -> type[CostModel]:
     except CannotImport as error:
         raise strategies.broken(strategy, f"{names} {error}") from error
     if not (isinstance(found, type) and issubclass(found, CostModel)):
-        what = f"{names} is no subclass of shardproof.costs.model.CostModel"
+        what = f"{names} is not a subclass of shardproof.costs.model.CostModel"
         raise strategies.broken(strategy, what)
     missing = sorted(found.__abstractmethods__)
     missing += [name for name in ("strategy", "source") if not hasattr(found, name)]

@@ -122,7 +122,7 @@ def model_facts_in(facts: Facts) -> ModelFacts:
     :raises KeyError: numbers of no case.
     """
     if not isinstance(facts, CaseFacts):
-        raise KeyError("this formula is evaluated without a case, but it needs the shapes of one")
+        raise KeyError("this formula needs the shapes of a case, but no case was given")
     return facts.model_facts
 
 

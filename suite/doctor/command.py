@@ -14,7 +14,7 @@ from shardproof.table import Table
 def doctor(
     of_cluster: Annotated[
         bool,
-        typer.Option("--cluster", help="also the engine, images, tc, Slurm and Ray"),
+        typer.Option("--cluster", help="also check the engine, images, tc, Slurm and Ray"),
     ] = False,
 ) -> None:
     """Check this machine for problems that make runs fail or mislead, and print remedies.

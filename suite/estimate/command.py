@@ -71,21 +71,25 @@ def estimate(
     ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="ranks")] = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="M", help="of one GPU, such as 80GB")
+        str | None, typer.Option("--memory", metavar="M", help="memory of one GPU, such as 80GB")
     ] = None,
     mesh: Annotated[
         str,
         typer.Option(
-            "--mesh", metavar="A=N,...", help="sizes of axes; a data axis takes what --gpus leaves"
+            "--mesh",
+            metavar="A=N,...",
+            help="sizes of axes (default of a data axis: --gpus / others)",
         ),
     ] = "",
     accounting: Annotated[
         str, typer.Option("--accounting", metavar="ID", help="A32, A16, M18, B8, S4 or P4")
     ] = "A16",
     batch: Annotated[int, typer.Option("--batch", min=1, help="samples of a micro-batch")] = 1,
-    seq: Annotated[int, typer.Option("--seq", min=0, help="positions (0: the model's)")] = 0,
+    seq: Annotated[
+        int, typer.Option("--seq", min=0, help="positions of a sample (0: the model's)")
+    ] = 0,
     micro_batches: Annotated[
-        int, typer.Option("--micro-batches", min=1, help="of each rank in a step")
+        int, typer.Option("--micro-batches", min=1, help="micro-batches of each rank in a step")
     ] = 1,
     recompute: Annotated[
         str, typer.Option("--recompute", help="none, selective (scores), or every N layers")
@@ -93,7 +97,7 @@ def estimate(
     option: Annotated[
         list[str] | None,
         typer.Option(
-            "--option", metavar="K=V", help="of the implementation, e.g. offload=optimizer"
+            "--option", metavar="K=V", help="option of the implementation, e.g. offload=optimizer"
         ),
     ] = None,
     models: Annotated[bool, typer.Option("--models", help="list the models and end")] = False,
@@ -105,13 +109,13 @@ def estimate(
     shardproof estimate llama3-70b --impl reference/zero3 --gpus 64 --accounting M18
     shardproof estimate 13b --impl hybrid --mesh tensor=4,pipe=2 --gpus 64 --micro-batches 8
     shardproof estimate 7b --impl fsdp --gpus 8 --recompute 1 --option offload=parameters
-    shardproof estimate 7.5b --gpus 64                  a number of parameters: states only
+    shardproof estimate 7.5b --gpus 64     only parameters, gradients and optimizer state
     shardproof estimate --models
 
     In `shardproof run`, the checks `memory` and `traffic` compare measured bytes with the same
     formulas, tolerance 0. A GB is 10^9 bytes; memory is that of the fullest rank. --accounting
-    says which bytes a parameter needs; A16 and A32 are both 16 bytes, and shard differently
-    (docs/estimate.md).
+    says how many bytes each parameter needs, and for what. A16 and A32 both need 16 bytes, but
+    split them differently between parameter, gradient and optimizer state (docs/estimate.md).
     """
     from shardproof.estimate import shapes
 

@@ -180,7 +180,9 @@ def _described(
         return own.units(model), own.roles(model)
     except ValueError as error:
         names = ", ".join([name for name, _ in model.named_modules() if name][:8])
-        raise SelectionError(Problem(str(error), f"modules of it: {names}, ...")) from error
+        raise SelectionError(
+            Problem(str(error), f"name modules of the model: {names}, ...")
+        ) from error
 
 
 def _nothing(*_: Any) -> Any:

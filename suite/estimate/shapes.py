@@ -117,7 +117,7 @@ def model(name: str) -> Shape:
     if (count := _COUNT.match(name)) and name.lower() not in models():
         size = round(float(count[1]) * 10 ** _POWERS[count[2].lower()])
         if not size:
-            raise SelectionError(Problem("a model without parameters", "write 7.5b", name))
+            raise SelectionError(Problem("the model has no parameters", "write 7.5b", name))
         return Shape(name, parameters=size)
     found: Shape = known(name.lower(), models(), "model")
     return found

@@ -173,7 +173,7 @@ class _Dead:
         try:
             outcome = RankOutcome.stored(self.launch.end(rank))
             if outcome.rank != rank:
-                raise ValueError(f"the report is that of rank {outcome.rank}")
+                raise ValueError(f"the report belongs to rank {outcome.rank}")
         except FileNotFoundError:
             return None
         except ValueError as error:

@@ -155,7 +155,8 @@ def _read(path: Path) -> Any:
     try:
         about = path.lstat()
         if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
-            raise ValueError(f"the answer has mode {about.st_mode:o} and {about.st_size} bytes")
+            found = f"mode {about.st_mode:o}, {about.st_size} bytes"
+            raise ValueError(f"expected a file of at most {MOST_BYTES} bytes, found {found}")
         answer = tensor_bytes.load(path)
         path.unlink()
         if "raised" in answer:

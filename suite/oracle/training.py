@@ -198,7 +198,8 @@ class _Training:
         if self.draws[0]:
             if rule == "synced":
                 raise NotJoined(
-                    "synced buffers ask for one process as the oracle, but dropouts of ranks differ"
+                    "synced buffers need a reference run in one process, but the dropout masks of "
+                    "ranks differ"
                 )
             builds = (workload.build_for(0, number) for number, _ in enumerate(self.ranks))
             self.draws = [read_draws(build("meta")) for build in builds]
@@ -241,7 +242,7 @@ class _Training:
             return [[] for _ in batches]
         if self.rule == "synced":
             raise NotJoined(
-                "synced buffers ask for one process as the oracle, but its loss has terms"
+                "synced buffers need a reference run in one process, but the loss has terms"
             )
         parts = []
         for number, batch in enumerate(batches):

@@ -212,7 +212,9 @@ def extra(system: Implementation, value: Any) -> dict[str, Any]:
     try:
         return dict(json.loads(json.dumps(dict(value))))
     except (TypeError, ValueError) as error:
-        raise broken(system, "load(path)", f"what JSON cannot hold ({error})", wanted) from None
+        raise broken(
+            system, "load(path)", f"a value that JSON cannot hold ({error})", wanted
+        ) from None
 
 
 def events(system: Implementation) -> list[Event]:

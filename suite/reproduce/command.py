@@ -72,8 +72,8 @@ def reproduce(
                         may explain the bits; a backend, system or option is
                         missing here; --budget ran out, or the nodes have too
                         few ranks
-    not compared        the stored run skipped the case or left it out; or it
-                        has a fault plan or a planted fault, or is a timing
+    not compared        the stored run skipped the case or left it out; or
+                        the case has a fault plan or a planted fault, or is timed
 
     The cases come from the stored run; changes of scenario files have no effect. The new folder is
     an ordinary run. Its reproduced.jsonl has the outcome of each case.

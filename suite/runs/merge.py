@@ -102,7 +102,8 @@ def read_part(name: str, path: Path) -> Part:
     """
     header = read_header(path)
     if header is None:
-        raise SelectionError(Problem("this is not a run", "name a run that --shard made", name))
+        remedy = "name a run that --shard made"
+        raise SelectionError(Problem("this is not a run folder", remedy, name))
     if (place := header.part) is None:
         what = "the run is not a part" if header.merged is None else "the run is merged already"
         remedy = "name runs that were made with --shard I/N"
@@ -139,7 +140,7 @@ def plan(parts: Iterable[Part]) -> Merge:
     for one, other in pairwise(ordered):
         if one.place.index == other.place.index:
             what = f"{one.place} is given twice: {one.name} and {other.name}"
-            raise SelectionError(Problem(what, "name only one of the two"))
+            raise SelectionError(Problem(what, "name only one of these runs"))
     whole = Cut.read(first.path)
     if whole.kind == "comparison":
         # What stands beside ratios (resident memory, modelled figures) is of one machine a run.
@@ -204,7 +205,7 @@ def _require_alike(parts: Sequence[Part], what: str, of: Callable[[Part], str]) 
         if of(part) != of(first):
             both = f"{first.name} ({of(first)}) and {part.name} ({of(part)})"
             raise SelectionError(
-                Problem(f"the parts are of two {what}: {both}", "merge parts of one")
+                Problem(f"the parts are of two {what}: {both}", "merge parts that have the same")
             )
 
 

@@ -93,9 +93,9 @@ def require_inside(run: Path, name: object, where: str) -> None:
         if not isinstance(name, str) or (run / name).resolve().is_relative_to(run.resolve()):
             return
     except (OSError, ValueError, RuntimeError):
-        what = "is no path"
+        what = "this is not a path"
     else:
-        what = "leads out of the run"
+        what = "this path leads out of the run"
     remedy = "copy the whole run again: a run names only its own files, without links"
     raise LeadsOut(Problem(what, remedy, str(name), where))
 

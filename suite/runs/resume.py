@@ -17,7 +17,9 @@ def planned(path: Path) -> list[Case]:
     cases = read_plan(path)
     if not cases:
         remedy = "run the scenarios without --resume, or name another run"
-        raise SelectionError(Problem("no plan to resume", remedy, str(path / "planned.jsonl")))
+        raise SelectionError(
+            Problem("there is no plan to resume", remedy, str(path / "planned.jsonl"))
+        )
     return list(cases.values())
 
 

@@ -504,7 +504,7 @@ def read_as_written(path: Path, strict: bool = False, damaged: list[Problem] | N
     header = read_header(path)
     if header is None:
         raise SelectionError(
-            Problem("this is not a run", "name a folder that holds run.json", str(path))
+            Problem("this is not a run folder", "name a folder that holds run.json", str(path))
         )
     last: dict[tuple[str, str], tuple[int, Line]] = {}
     earlier: list[tuple[int, Line]] = []

@@ -145,7 +145,7 @@ def _unfit_members(plan: schema.MembershipPlan, cell: Cell) -> Iterator[Wrong]:
             where: Keys = ["deaths", at, "rank"]
             if rank not in now:
                 remedy = f"valid: {', '.join(map(str, now))}, {without}"
-                yield where, f"rank {rank} is no member of step {step}", remedy, rank
+                yield where, f"rank {rank} is not a member of step {step}", remedy, rank
             now = [one for one in now if one != rank]
             if not now:
                 yield where, f"no member is left in step {step}", "keep at least one alive", rank

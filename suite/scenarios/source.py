@@ -98,7 +98,7 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
     except OSError as error:
         raise refuse("cannot be read", "check the file's permissions", error.strerror) from None
     if len(raw) > MAX_BYTES:
-        raise refuse("file is larger than 1 MiB", "split it, or make it shorter")
+        raise refuse("file is larger than 1 MiB", "split the file, or shorten it")
     if b"\0" in raw:
         raise refuse("binary file", f"a {noun} is YAML text in UTF-8")
     try:
@@ -169,10 +169,15 @@ class _Reader:
             documents += isinstance(event, yaml.DocumentStartEvent)
             if documents > 1:
                 remedy = f"one {self.noun} per file; remove `---`"
-                raise self.error(line, "second document", remedy)
+                raise self.error(line, "a second document begins", remedy)
             if (tag := getattr(event, "tag", None)) is not None:
                 shown = tag.replace("tag:yaml.org,2002:", "!!")
-                raise self.error(line, "YAML tag", "remove it: files hold plain data", shown)
+                raise self.error(
+                    line,
+                    "a YAML tag is used",
+                    f"remove it: a {self.noun} holds plain data only",
+                    shown,
+                )
             if isinstance(event, yaml.AliasEvent):
                 aliases += 1
                 if aliases > MAX_ALIASES:
@@ -219,7 +224,7 @@ class _Reader:
         for given, child in pairs:
             key = self._node(given)
             if not isinstance(key.value, str):
-                raise self.error(key.line, "key is not a word", "quote it", value_text(key.value))
+                raise self.error(key.line, "a key must be text", "quote it", value_text(key.value))
             if key.value == "<<" and not given.style:
                 source = self._node(child)
                 merged += source.value if isinstance(source.value, list) else [source]
@@ -241,10 +246,10 @@ class _Reader:
         """The meaning of ``text`` without quotes."""
         if _WORDS.match(text):
             remedy = "write true, false or null, or quote it if it is a name"
-            raise self.error(line, "ambiguous word", remedy, text)
+            raise self.error(line, "this word is ambiguous", remedy, text)
         value = resolve(text)
         if isinstance(value, OverflowError):
-            raise self.error(line, "number with too many digits", "use at most 18", text)
+            raise self.error(line, "this number has too many digits", "use at most 18", text)
         if isinstance(value, float) and not math.isfinite(value):
             raise self.error(line, "number is not finite", "quote it if it is a name", text)
         return value

@@ -285,7 +285,7 @@ def named(strategy: str) -> str:
     :raises ValueError: there is none.
     """
     if not isinstance(strategy, str):
-        raise ValueError(f"strategy {strategy!r:.60} is no name: write a name such as 'fsdp'")
+        raise ValueError(f"strategy {strategy!r:.60} is not a name: write a name such as 'fsdp'")
     known = [*registry.names()]
     if strategy in known or ":" in strategy:
         return strategy
@@ -389,7 +389,7 @@ def require_buffers(name: str, capabilities: Capabilities, model: UserModel) -> 
     if capabilities.buffers == "none" and buffers:
         raise ValueError(
             f"{name} returns no buffers, and the model has {next(iter(buffers))!r}: choose another "
-            "strategy, or a layer without running statistics such as GroupNorm"
+            "strategy, or use a layer that has no running statistics, such as GroupNorm"
         )
 
 

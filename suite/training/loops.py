@@ -57,7 +57,7 @@ class Wrapped:
         self._loop.sync_gradients()
 
     def clip(self, limit: float) -> Tensor:
-        """Scale gradients to a global norm of at most ``limit``; returns the norm before."""
+        """Scale gradients to a global norm of at most ``limit``; returns the norm before it."""
         require_positive("clip", limit)
         return self._loop.clip(limit)
 

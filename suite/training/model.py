@@ -40,7 +40,7 @@ class UserModel:
         in_place: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ValueError(f"model {model!r:.60} is no nn.Module: give a module that is built")
+            raise ValueError(f"model {model!r:.60} is not an nn.Module: give an instance of one")
         if isinstance(model, nn.parallel.DistributedDataParallel) or any(
             hasattr(parameter, "device_mesh") for parameter in model.parameters()
         ):

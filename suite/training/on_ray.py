@@ -63,7 +63,7 @@ def run(where: str, backend: Backend, world: int, program: Program, timeout: flo
     """
     if backend.threads or backend.mpirun:
         remedy = "leave the backend out: ranks on Ray are processes"
-        raise LaunchError(Problem("no backend of ranks on Ray", remedy, backend.name))
+        raise LaunchError(Problem("this backend does not run on Ray", remedy, backend.name))
     on_gpu = backend.device != "cpu"
     with _cluster(where, world) as ray, _room(ray, world, on_gpu) as place:
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(place)

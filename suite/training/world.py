@@ -179,7 +179,7 @@ def require_axes(axes: Mapping[str, int]) -> None:
             raise ValueError(f"mesh: unknown axis {axis!r}; {nearest(axis, names(), 'valid')}")
         if type(ranks) is not int or ranks < 1:
             raise ValueError(
-                f"mesh: axis {axis!r} = {ranks!r} is no number of ranks: give 1, 2 ..."
+                f"mesh: axis {axis!r} = {ranks!r} is not a number of ranks: give 1, 2 ..."
             )
 
 

@@ -37,7 +37,7 @@ class ForAScript(TyperCommand):
             own = [name for param in self.params for name in param.opts]
             near = difflib.get_close_matches(option, own, 1, 0.75)
             script = next((word for word in given if word.endswith(".py")), "train.py")
-            what = "not an option of shardproof watch"
+            what = "this is not an option of shardproof watch"
             remedy = (
                 f"{f'did you mean {near[0]}? ' if near else ''}Options of the script stand after "
                 f"--: shardproof watch {script} -- {option} ..."
@@ -57,8 +57,9 @@ class Watched:
         typer.Option(
             "--replicas",
             metavar="SETS",
-            help="which ranks hold the same parameters: all; a number R (every R consecutive "
-            "ranks); or sets such as 0,2/1,3 (default: from wrappers and meshes, else all)",
+            help="which ranks hold the same parameters: all; a number R (each block of R "
+            "consecutive ranks is a set); or sets such as 0,2/1,3 (default: read from the script's "
+            "wrappers and meshes, else all)",
         ),
     ] = ""
     every: Annotated[
@@ -76,9 +77,9 @@ class Watched:
             "--standstill",
             metavar="S",
             min=1,
-            help="stop all ranks when, for S seconds, no rank computes and none enters or "
-            "leaves a collective; only 10 seconds if all wait for one another, in collectives "
-            "or in backward()",
+            help="stop all ranks if for S seconds no rank computes, and none enters or leaves a "
+            "collective; if all wait for one another, in collectives or in backward(), stop them "
+            "after 10 seconds",
         ),
     ] = 60.0
     results: Annotated[
@@ -151,7 +152,7 @@ def watch(
     - collectives whose order or shape differs between ranks
     - numbers of steps that differ between ranks
     - ranks that die, stop or wait forever, with the line of the script
-    Also reports bytes by operation, memory by class, and what it could not see.
+    Also reports bytes by operation, memory by kind of tensor, and what `watch` could not see.
 
     `watch` only compares ranks with one another; there is no reference run. It does not see a
     mistake that is the same on all ranks, or a rank that reads the wrong samples
@@ -187,7 +188,7 @@ def _run(script: list[str] | None, how: Watched) -> int:
 
     if not script:
         remedy = "name a script: shardproof watch train.py --nproc 4"
-        raise SelectionError(Problem("no script", remedy))
+        raise SelectionError(Problem("no script is given", remedy))
     if not Path(script[0]).is_file():
         remedy = "name a Python file; arguments of the script stand after --"
         raise SelectionError(Problem("no such script", remedy, script[0]))

@@ -31,7 +31,9 @@ class _Plain(pickle.Unpickler):
     """Numbers, texts, lists, tuples and dictionaries."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"the file names {module}.{name}, which is no plain value")
+        raise pickle.UnpicklingError(
+            f"the file refers to {module}.{name}; only plain values can be read"
+        )
 
     def persistent_load(self, given: Any) -> NoReturn:
         raise pickle.UnpicklingError(

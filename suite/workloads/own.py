@@ -218,7 +218,7 @@ class OwnWorkload(WorkloadFamily):
         valid = rest[0] if rest else torch.ones(targets.shape, dtype=torch.bool)
         if valid.shape != targets.shape or valid.dtype != torch.bool or not bool(valid.any()):
             shape = f"{valid.dtype} {tuple(valid.shape)} as the mask"
-            raise self._wrong(size, shape, f"bool {tuple(targets.shape)}, with some True")
+            raise self._wrong(size, shape, f"bool {tuple(targets.shape)}, at least one True")
         if inputs.is_floating_point():
             inputs = inputs.to(picks.dtype)
         if targets.is_floating_point():

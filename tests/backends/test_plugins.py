@@ -82,7 +82,7 @@ def test_a_backend_of_a_package_is_listed_behind_the_suite_s_own() -> None:
         ("nameless", "has name = None, not the name of its entry point"),
         ("incomplete", "does not define available, join"),
         ("absent", "cannot be imported: ModuleNotFoundError: No module named 'guest_elsewhere'"),
-        ("number", "is no subclass of shardproof.backends.Backend"),
+        ("number", "is not a subclass of shardproof.backends.Backend"),
     ],
 )
 def test_one_that_is_broken_says_why_and_breaks_nothing_else(name: str, says: str) -> None:

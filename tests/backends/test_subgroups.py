@@ -178,8 +178,8 @@ def test_it_is_freed_with_all_groups(backend: str, tmp_path: Path) -> None:
         ([], r"Mesh.subgroup\(\[\]\): a sub-group needs at least one rank"),
         ([2, 0], r"Mesh.subgroup\(\[2, 0\]\): list ranks in ascending order: \[0, 2\]"),
         ([0, 1, 1], r"rank 1 is given twice"),
-        ([0, 3], r"3 is no rank of this mesh; valid: 0, 1, 2"),
-        ([-1], r"-1 is no rank of this mesh"),
+        ([0, 3], r"3 is not a rank of this mesh; valid: 0, 1, 2"),
+        ([-1], r"-1 is not a rank of this mesh"),
         ([0, True], r"True is no rank"),
     ],
 )

@@ -51,10 +51,10 @@ def test_sizes_are_written_as_people_write_them(text: str, count: int) -> None:
         (["checkpoint", "--parameters", "3"], "at least 49,152"),
         (["peers", "--parameters", "20M"], "or use `bench checkpoint`"),
         (["checkpoint", "peers", "--parameters", "20M"], "of charnames_gpt (ddp)"),
-        (["strong", "--parameters", "20M"], "--parameters is no option of `bench scaling`"),
+        (["strong", "--parameters", "20M"], "--parameters is not an option of `bench scaling`"),
         (
             ["collectives", "--parameters", "20M"],
-            "--parameters is no option of `bench collectives`",
+            "--parameters is not an option of `bench collectives`",
         ),
     ],
 )

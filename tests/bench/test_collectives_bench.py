@@ -99,7 +99,7 @@ def test_the_drawing_has_a_line_and_a_name_for_each_algorithm() -> None:
         (["--bytes", "6"], "--bytes: this is not a valid size (6)"),
         (["--backend", "glo"], "unknown backend (glo) - did you mean gloo?"),
         (["--backend", "gloo_cuda"], "cannot send from one rank to another"),
-        (["--goal", "2"], "--goal is no option of `bench collectives`"),
+        (["--goal", "2"], "--goal is not an option of `bench collectives`"),
     ],
 )
 def test_bad_input_ends_with_2_and_a_remedy(command: Any, options: list[str], says: str) -> None:

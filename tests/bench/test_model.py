@@ -186,7 +186,7 @@ def test_each_call_costs_what_its_own_groups_were_probed_at() -> None:
     assert made == pytest.approx([0.003, 0.030, 0.00156])
     whole = predict(calls, 0.05, links, "gloo")
     assert whole.step_seconds == pytest.approx(0.05 + sum(made))
-    with pytest.raises(Unmodelled, match="reduce along replicate was not probed on gloo"):
+    with pytest.raises(Unmodelled, match="reduce along replicate was not timed on gloo"):
         predict([Call("reduce", 2, 8, axis="replicate")], 0.05, links, "gloo")
 
 
@@ -215,7 +215,7 @@ def test_nccl_takes_the_cheaper_of_ring_and_tree() -> None:
 
 
 def test_what_was_not_probed_is_said() -> None:
-    with pytest.raises(step_time.Unmodelled, match="all_to_all was not probed on gloo"):
+    with pytest.raises(step_time.Unmodelled, match="all_to_all was not timed on gloo"):
         predict([Call("all_to_all", 2, 8)], 0.1, LINKS, "gloo")
     with pytest.raises(step_time.Unmodelled, match="ucc"):
         predict([], 0.1, LINKS, "ucc")

@@ -362,8 +362,8 @@ def test_commands_know_timed_files() -> None:
         (("strong", "data-parallel"), "scenarios are of two kinds"),
         (("strong", "-k", "nothing_like_it"), "matches no cell"),
         (("strong", "--backend", "glue"), "gloo"),
-        (("strong", "--world", "1"), "one rank is the base case"),
-        (("strong", "--param", "layers=1"), "--param is no option of `bench scaling`"),
+        (("strong", "--world", "1"), "1 rank is always timed, as the base"),
+        (("strong", "--param", "layers=1"), "--param is not an option of `bench scaling`"),
         (("strong", "--fail-on", "slower"), "does not apply to scaling"),
         (("strong", "--fail-on", "goal", "--fail-on", "slower"), "write --fail-on goal"),
         (("strong", "--blocks", "2", "--launches", "3"), "at most one launch per block"),
@@ -393,7 +393,7 @@ def test_an_option_of_another_command_is_refused_and_says_whose_it_is(command: A
         for flag in set().union(*flags.values()) - own:
             having = [other for other, theirs in flags.items() if flag in theirs]
             code, _, told = command("bench", name, flag, "4")
-            assert code == 2 and f"{flag} is no option of `bench {name}`" in told, (name, flag)
+            assert code == 2 and f"{flag} is not an option of `bench {name}`" in told, (name, flag)
             assert all(f"`bench {other}`" in told for other in having), (name, flag)
 
 

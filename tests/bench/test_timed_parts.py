@@ -36,7 +36,7 @@ def test_pairs_are_cut_into_parts(command: Any) -> None:
     halves = [command("bench", "--dry-run", "--shard", f"{n}/2")[1].split("\n") for n in (1, 2)]
     assert sorted({*halves[0], *halves[1]}) == sorted(set(pairs)) and halves[0] != halves[1]
     code, _, err = command("bench", "reference/ddp", "pytorch/ddp", "--shard", "1/2")
-    assert code == 2 and "--shard is no option of `bench pair`" in err
+    assert code == 2 and "--shard is not an option of `bench pair`" in err
 
 
 def test_raw_times_are_judged_again_from_a_bundle(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ DIES: Any = {"deaths": (Death(1, 1, 4),)}
             DIES,
             {0: ([3, 4], "committed"), 1: ([], "lived"), 2: ([5], "committed")},
             "precondition",
-            "rank 1 was to die before its call 4 of step 1, which it ended with fewer calls",
+            "rank 1 was to die before its call 4 of step 1, but the rank ended that step",
         ),
         ({}, {0: ([3], ""), 1: ([4], ""), 2: ([5], "")}, "skip", "the same in every step"),
     ],

@@ -23,13 +23,16 @@ EXPECTED = {
     "bad_samplers:Sound": ("pass", ""),
     "bad_samplers:NeverEnds": ("fail", "samples are repeated in epoch 0, expected 1: 2 shares of"),
     "bad_samplers:GivesSamples": ("fail", ".5, expected the index of a sample"),
-    "bad_samplers:TellsATensor": ("fail", "state() gave {'position': tensor(2)}, which is no JSON"),
+    "bad_samplers:TellsATensor": (
+        "fail",
+        "state() gave {'position': tensor(2)}, which is not JSON",
+    ),
     "bad_samplers:HasNoState": ("fail", "Refused: HasNoState has no state"),
     "bad_samplers:DeclinesNothingKnown": ("fail", "did you mean resume?"),
     "bad_samplers:DeclinesOtherWorlds": ("skip", "declines other_world: not yet"),
     "bad_samplers:RaisesAfterAResume": ("crash", "KeyError: 'begin'"),
-    "reference/ddp": ("skip", "trains models and is no sampler"),
-    "pytorch/collectives": ("skip", "is no sampler"),
+    "reference/ddp": ("skip", "trains models and is not a sampler"),
+    "pytorch/collectives": ("skip", "is not a sampler"),
 }
 
 

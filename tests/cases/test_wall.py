@@ -238,7 +238,7 @@ FORGERIES = {
     "another_rank": (
         "outcome.RankOutcome.store = lambda self, file: Path(file).write_text("
         "json.dumps({**vars(self), 'rank': 7}, default=str))",
-        "its exit report cannot be read: the report is that of rank 7",
+        "its exit report cannot be read: the report belongs to rank 7",
     ),
     "no_record": (
         "tensor_bytes.dump = lambda path, record: Path(path).write_bytes(b'nothing')",
@@ -247,7 +247,7 @@ FORGERIES = {
     "other_record": (
         "kept = tensor_bytes.dump; tensor_bytes.dump = lambda path, record: "
         "kept(path, {**record, 'rank': 7})",
-        "left a record that cannot be read: the record is that of rank 7",
+        "left a record that cannot be read: the record belongs to rank 7",
     ),
 }
 

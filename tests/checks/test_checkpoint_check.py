@@ -137,7 +137,10 @@ ODD = [
         case("odd_checkpoints:ReturnsAPath", 2),
         "ReturnsAPath.save(path, extra) returned PosixPath, expected an object with wait()",
     ),
-    (case("odd_checkpoints:RoundsExtra", 2), "extra was not loaded on rank 0: 'odd' is "),
+    (
+        case("odd_checkpoints:RoundsExtra", 2),
+        "the extra values of save were not loaded on rank 0: 'odd' is ",
+    ),
     (
         case("odd_checkpoints:RankOneIsBehind", 2, OFTEN),
         "progress was not loaded: rank 1 would resume from step 1, the newest checkpoint is of ",

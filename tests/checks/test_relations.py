@@ -161,7 +161,7 @@ SKIP = [
         _case("reference/ddp", "reload", 3, backend="gloo", lane="bitwise", dtype="float32"),
         "gloo adds up in an order of its own",
     ),
-    (_case("reference/ddp", "reload", 2, workload=STATEFUL), "no piece of local state"),
+    (_case("reference/ddp", "reload", 2, workload=STATEFUL), "not a piece of local state"),
     (
         _case(
             "reference/pipeline",

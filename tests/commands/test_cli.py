@@ -217,7 +217,7 @@ def test_a_class_of_ones_own_takes_the_options_of_systems_like_it() -> None:
     for arguments, says in (
         (("--like", "reference/zero9*"), "--like matches nothing"),
         (("--like", "reference/zero1*", "--impl", "reference/zero1"), "of your own"),
-        (("--like", "reference/zero1*", "--resume"), "--like needs a new run"),
+        (("--like", "reference/zero1*", "--resume"), "--like is only for a new run"),
         (("--like", "reference/zero1*", "--campaign", "3"), "leave out --like"),
     ):
         done = here("run", *OWN[:2], "--dry-run", *arguments, paths=[SUPPORT])

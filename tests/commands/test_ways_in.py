@@ -160,7 +160,7 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"dtype": "int8"}, r"unknown value \(int8\) - valid names: bfloat16"),
         ({"optimizer": "adam"}, "did you mean adamw"),
         ({"steps": 0}, r"steps: should be greater than or equal to 1 \(0\)"),
-        ({"jobs": 0}, r"jobs must be an int from 1 \(0\)"),
+        ({"jobs": 0}, r"jobs must be an int, 1 or more \(0\)"),
         ({"deadline": -1.0}, r"deadline: should be greater than 0 \(-1.0\) - .*seconds"),
         ({"traits": ("notrait",)}, r"prove: unknown trait \(notrait\) - "),
         ({"clip": "off"}, r"clip\[0\]: should be a valid number \('off'\) - correct it"),

@@ -148,7 +148,7 @@ def test_a_package_adds_a_strategy(install: Install) -> None:
         (RECORD.replace('family="ddp"', 'family="dpd"'), "has family 'dpd': did you mean ddp?"),
         (RECORD.replace('("replicate",)', '("replicas",)'), "has axes 'replicas'"),
         (RECORD.replace(":Costs", ":Cost"), "has no 'Cost' in guest_strategy"),
-        (RECORD.replace("(DDP,)", "()"), "is no subclass of shardproof.costs.model.CostModel"),
+        (RECORD.replace("(DDP,)", "()"), "is not a subclass of shardproof.costs.model.CostModel"),
         (
             RECORD.replace("ddp import DDP", "model import CostModel as DDP"),
             "does not define: flows",

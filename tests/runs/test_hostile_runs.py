@@ -80,7 +80,9 @@ def test_a_bundle_with_such_a_path_is_named_itself(command: Any, run: Path, tmp_
         assert code == 0, err
     code, out, err = command("verify", str(archive))
     assert code == 2 and out == "", out + err
-    assert err.startswith(f"{archive}/cases.jsonl:1: leads out of the run (/proc/self/mem) - ")
+    assert err.startswith(
+        f"{archive}/cases.jsonl:1: this path leads out of the run (/proc/self/mem) - "
+    )
 
 
 def _texts(path: Path) -> None:

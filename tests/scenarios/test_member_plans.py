@@ -71,8 +71,8 @@ def test_a_plan_gives_every_cell_once_more() -> None:
             "changes: [{step: 1, members: [0]}, {step: 2, members: [1]}]",
             "no member of step 1 remains to synchronize the new ones",
         ),
-        ("deaths: [{rank: 3, step: 1}]", "rank 3 is no member of step 1"),
-        ("deaths: [{rank: 1, step: 1}, {rank: 1, step: 2}]", "rank 1 is no member of step 2"),
+        ("deaths: [{rank: 3, step: 1}]", "rank 3 is not a member of step 1"),
+        ("deaths: [{rank: 1, step: 1}, {rank: 1, step: 2}]", "rank 1 is not a member of step 2"),
         (
             "deaths: [{rank: 0, step: 1}, {rank: 1, step: 1}, {rank: 2, step: 1}]",
             "no member is left in step 1",

@@ -48,7 +48,7 @@ NUMBERS: list[tuple[Callable[[], object], str]] = [
     (lambda: shardproof.join(timeout=-1), "timeout = -1: give a number above 0"),
 ]
 NAMES: list[tuple[Callable[[], object], str]] = [
-    (lambda: made().strategy(None), "strategy None is no name: write a name"),  # type: ignore[arg-type]
+    (lambda: made().strategy(None), "strategy None is not a name: write a name"),  # type: ignore[arg-type]
     (lambda: made().strategy("fsdp3"), "unknown strategy 'fsdp3'; did you mean fsdp"),
     (lambda: made().strategy("fsdp", precision=None), "unknown precision None; valid: bf16"),  # type: ignore[arg-type]
     (lambda: made().strategy("fsdp", offload="disk"), "'offload' = 'disk'.*valid: none"),
@@ -59,7 +59,7 @@ NAMES: list[tuple[Callable[[], object], str]] = [
     (lambda: made().strategy("ddp", [4]), r"mesh = \[4\]: write ranks along each axis, e.g."),  # type: ignore[arg-type]
     (lambda: made().strategy("ddp", {}), "mesh = {}: write ranks.*or leave it out"),
     (lambda: made().strategy("ddp", {"dp": 2}), "mesh: unknown axis 'dp'; valid: pipe"),
-    (lambda: made().strategy("fsdp", {"shard": 0}), "'shard' = 0 is no number of ranks: give"),
+    (lambda: made().strategy("fsdp", {"shard": 0}), "'shard' = 0 is not a number of ranks: give"),
     (lambda: made().optimizer("adamw", betas=0.9), "AdamW with .* cannot update.*TypeError"),
     (lambda: made().optimizer("lbfgs"), "LBFGS .*closure.*take another"),
     (lambda: made().optimizer("sparseadam"), "SparseAdam does not support dense"),
@@ -79,8 +79,8 @@ def test_what_is_written_wrongly(wrong: Callable[[], object], match: str) -> Non
 
 def test_models_that_cannot_be_trained() -> None:
     for wrong, match in (
-        (nn.Linear, "is no nn.Module: give a module that is built"),
-        (lambda inputs: inputs, "is no nn.Module"),
+        (nn.Linear, "is not an nn.Module: give an instance of one"),
+        (lambda inputs: inputs, "is not an nn.Module"),
         (nn.ReLU(), "no parameter that requires a gradient"),
         (model().requires_grad_(False), "no parameter that requires a gradient"),
         (nn.LazyLinear(3), "has no shape yet: call the model once"),
@@ -208,8 +208,8 @@ def test_layers_teach() -> None:
 
     column, vocabulary = shardproof.ColumnParallelLinear, shardproof.VocabularyParallelEmbedding
     attention = shardproof.ParallelSelfAttention
-    raised("is no communicator: give world.comm", lambda world: column(6, 8, group=world))
-    raised("is no communicator: give world.comm", lambda world: column(6, 8, group=None))
+    raised("is not a communicator: give world.comm", lambda world: column(6, 8, group=world))
+    raised("is not a communicator: give world.comm", lambda world: column(6, 8, group=None))
     raised("out_features = -2: give a whole", lambda world: column(6, -2, group=world.comm))
     raised("in_features = '6': give", lambda world: column("6", 8, group=world.comm))
     raised(

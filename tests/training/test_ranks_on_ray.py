@@ -86,7 +86,7 @@ def test_errors_teach(ray: Any) -> None:
         training().run(1, ranks=9, on="ray")
     with pytest.raises(ValueError, match=r"unknown place \(slurm\) - give ray"):
         training().run(1, ranks=2, on="slurm")
-    with pytest.raises(ValueError, match=r"no backend of ranks on Ray \(in_memory\)"):
+    with pytest.raises(ValueError, match=r"this backend does not run on Ray \(in_memory\)"):
         training().backend("in_memory").run(1, ranks=2, on="ray")
 
 

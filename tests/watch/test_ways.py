@@ -227,7 +227,7 @@ def test_arguments_of_the_script_are_its_own(command: Any, tmp_path: Path) -> No
         (["SCRIPT", "--judge", "FULL"], "--judge takes no script"),
         (
             ["SCRIPT", "--epochs", "3"],
-            "not an option of shardproof watch (--epochs) - Options of the script stand after --:",
+            "this is not an option of shardproof watch (--epochs) - Options of the script stand",
         ),
         (["SCRIPT", "--nprocs", "3"], "(--nprocs) - did you mean --nproc? Options of the script"),
         (["SCRIPT", "--replicas", "foo"], "--replicas: 'foo' is not a rank (foo) - write all, a"),

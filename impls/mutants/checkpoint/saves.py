@@ -140,7 +140,7 @@ class ZeroesWhatIsWritten(Full):
 
 @mutant(
     "saves_and_keeps_one_more",
-    says="after 3 saves 3 checkpoints are left, expected 2",
+    says="3 checkpoints are left after 3 saves, expected 2",
     checkpoint=OFTEN,
     options=KEEPS_TWO,
     steps=4,
@@ -156,7 +156,7 @@ class KeepsOneMore(Sharded):
 
 @mutant(
     "saves_and_keeps_two",
-    says="after 4 saves 2 checkpoints are left, expected 3",
+    says="2 checkpoints are left after 4 saves, expected 3",
     checkpoint=CheckpointPlan(save_at=4, saves=4),
     options={"checkpoint": {"keep": 3}},
     steps=5,
@@ -250,7 +250,10 @@ class TheNextStep(ReferenceDDP):
         return super().save(path, {**extra, "data": {**data, "step": data["step"] + 1}})
 
 
-@mutant("saves_a_part_of_extra", says="extra was not loaded on rank 0: 'odd' is None")
+@mutant(
+    "saves_a_part_of_extra",
+    says="the extra values of save were not loaded on rank 0: 'odd' is None",
+)
 class APartOfExtra(ReferenceDDP):
     """Only progress is saved of the extra state that the caller passes."""
 
@@ -330,7 +333,7 @@ class Once(Sharded):
 
 @mutant(
     "saves_and_keeps_one",
-    says="after 3 saves 1 checkpoints are left, expected 2",
+    says="1 checkpoints are left after 3 saves, expected 2",
     checkpoint=OFTEN,
     options=KEEPS_TWO,
     steps=4,

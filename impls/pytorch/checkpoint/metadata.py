@@ -105,7 +105,7 @@ class _Reader(pickle.Unpickler):
         )
 
     def persistent_load(self, given: Any) -> NoReturn:
-        raise pickle.UnpicklingError("the file refers to an object outside of it")
+        raise pickle.UnpicklingError("the file refers to an object outside the file")
 
 
 def read(data: bytes, file: Path) -> dict[str, Stored]:

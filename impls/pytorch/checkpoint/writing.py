@@ -134,7 +134,8 @@ def spec_of(source: Checkpoint) -> OptimizerSpec:
         return spec
     except (TypeError, ValueError, KeyError) as error:
         what = f"the optimizer of this checkpoint cannot be created: {error}"
-        raise CheckpointError(source.folder, what, "save the checkpoint with this suite") from None
+        remedy = "save the checkpoint again by a strategy of this suite"
+        raise CheckpointError(source.folder, what, remedy) from None
 
 
 def settings(source: Checkpoint, spec: OptimizerSpec, model: dict[str, Tensor]) -> dict[str, Any]:

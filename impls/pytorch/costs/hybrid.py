@@ -88,13 +88,13 @@ class TorchHybrid(TorchTensorParallel):
         if facts.option("reshard_after_forward", False):
             raise NoCostModel(
                 "with reshard_after_forward: true the schedule decides how often units are "
-                "gathered, so no traffic is promised"
+                "gathered, so no formula gives the traffic"
             )
         if self.shards > 1 and len(self.stages.of(0)) > MOST_ACTIVE:
             raise NoCostModel(
                 f"a rank has more than {MOST_ACTIVE} stages: torch then frees and gathers "
-                "stages in turn (pipelining/schedules.py, _add_unshard_reshard), so no traffic "
-                "is promised"
+                "stages in turn (pipelining/schedules.py, _add_unshard_reshard), so no formula "
+                "gives the traffic"
             )
         return [
             *(super().flows() if self.ranks > 1 else self.norms()),

@@ -144,7 +144,7 @@ class FSDP2(_Upstream):
         if name is not None and self.ranks > 1:
             raise model.NoCostModel(
                 f"the unit {name!r} lies inside a recomputed block and gathers other units "
-                "ahead in each run of the block: no traffic is promised with prefetch_forward"
+                "ahead in each run of the block: no formula gives the traffic with prefetch_forward"
             )
 
     def flows(self) -> list[Flow]:
@@ -325,7 +325,7 @@ class FSDP1(_Upstream):
         if name is not None:
             raise model.NoCostModel(
                 f"the unit {name!r} lies inside a recomputed block, and the recomputation may "
-                "stop before the unit: no traffic is promised"
+                "end before it reaches the unit: no formula gives the traffic"
             )
 
     def reduced_bytes(self) -> list[int]:

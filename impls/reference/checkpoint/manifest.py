@@ -144,7 +144,7 @@ def read_manifest(data: bytes, file: Path) -> Manifest:
     about = About(fields.number("step"), fields.text("strategy"), mesh, **mappings)
     items = fields.items("files")
     if not 1 <= len(items) <= MOST_FILES:
-        raise fields.wrong("files", f"a list of 1 to {MOST_FILES}", items)
+        raise fields.wrong("files", f"a list with 1 to {MOST_FILES} entries", items)
     listed = [Fields(item, file, f"files[{at}].") for at, item in enumerate(items)]
     files = tuple(Listed(_safe(one), one.number("index_sum", 1 << 32)) for one in listed)
     if len({one.name for one in files}) < len(files):
@@ -266,7 +266,9 @@ def _entry(fields: Fields, file: str, first_sum: int) -> Entry:
         raise CheckpointError(fields.file, fields.place + problem, TAKE_ANOTHER)
     ends = fields.numbers("bytes")
     if len(ends) != 2 or ends[1] - ends[0] != place.elements * DTYPES[dtype].itemsize:
-        raise fields.wrong("bytes", f"begin and end of {place.elements} elements of {dtype}", ends)
+        raise fields.wrong(
+            "bytes", f"the begin and end of {place.elements} elements of {dtype}", ends
+        )
     replica, owner = fields.number("replica"), fields.number("owner")
     names = (fields.text("key", 1200), kind, fields.text("name"))
     return Entry(file, *names, dtype, place, replica, owner, *ends, first_sum)

@@ -280,8 +280,8 @@ def lossy(exact: Capabilities, options: Any) -> Capabilities:
     if precision.parameters or precision.reduce:
         raise Refused(
             "option 'compress' with 'precision': gradients would be rounded before they are "
-            "compressed; leave 'compress' or 'precision' out (compress.method: cast sums in "
-            "another dtype)"
+            "compressed; leave 'compress' or 'precision' out (to sum in another dtype, set "
+            "compress.method to cast)"
         )
     if getattr(options, "sharding_strategy", "") == "HYBRID_SHARD":
         raise Refused(

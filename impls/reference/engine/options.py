@@ -88,9 +88,9 @@ def own_function_of(
     except TypeError:
         shown = f"{getattr(found, '__name__', path)}{signature}"
         raise Refused(
-            f"option {name!r} = {path!r}: {shown}{written_at(found)} does not accept the "
-            f"arguments ({', '.join([*given, *(f'{word}=' for word in named)])}), with which it "
-            f"is called; it must return {gives}"
+            f"option {name!r} = {path!r}: {shown}{written_at(found)} does not accept the arguments "
+            f"({', '.join([*given, *(f'{word}=' for word in named)])}); name a function that "
+            f"accepts these arguments and returns {gives}"
         ) from None
     return found
 

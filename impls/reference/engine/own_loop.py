@@ -64,9 +64,9 @@ class OwnLoop:
             return outputs
         if self.forwards == self.backwards:
             raise RuntimeError(
-                f"forward number {self.forwards + 1} of a step of {self.backwards}: call step() "
-                f"after the backward, or wrap(..., accumulate={self.forwards + 1}); evaluate "
-                "within torch.no_grad()"
+                f"this is forward {self.forwards + 1} of a step that has {self.backwards}: call "
+                f"step() after each backward, or pass accumulate={self.forwards + 1} to wrap; "
+                "evaluate within torch.no_grad()"
             )
         if not self.forwards:
             self.begin_step()

@@ -209,7 +209,7 @@ class Call:
         if any(tensor._version != version for tensor, version in self.inputs):
             raise _refused(
                 f"the input of {names} was changed in place before its recomputation; change a "
-                "copy of the input instead, or set recompute_every to 0"
+                "copy of the input, or set recompute_every to 0"
             )
         self.collected = []
         self.group.again = self

@@ -143,8 +143,8 @@ class TrainsAlone(Engine):
         if kind in self.handle.apart:
             raise Refused(
                 f"full_state({kind!r}) after step {self.handle.step}: ranks train alone until "
-                "their next meeting, so they hold different values; ask for parameters after a "
-                "meeting"
+                "they next synchronize, so they hold different values; ask for parameters after "
+                "a synchronization"
             )
         return {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
 

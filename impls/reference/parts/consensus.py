@@ -55,7 +55,7 @@ class Vote(NamedTuple):
 
 
 class VotesDiffer(RuntimeError):
-    """Ranks vote on different steps: some have skipped an evaluation."""
+    """Ranks vote after different steps: some have skipped an evaluation."""
 
 
 class Count:
@@ -151,7 +151,7 @@ class Consensus:
         steps = [vote.step for vote in votes]
         if len({*steps}) > 1:
             raise VotesDiffer(
-                f"ranks 0 to {len(steps) - 1} vote on different steps, {steps}: evaluate and "
+                f"ranks 0 to {len(steps) - 1} vote after different steps, {steps}: evaluate and "
                 "vote after the same steps on all ranks"
             )
 

@@ -80,8 +80,8 @@ class ScheduleOption:
             )
         if any(not 0 <= rank < len(orders) for rank in place):
             raise Refused(
-                f"option 'schedule.place' = {list(place)}: there are orders for {len(orders)} "
-                f"ranks; valid: 0 to {len(orders) - 1}"
+                f"option 'schedule.place' = {list(place)}: schedule.orders names only "
+                f"{len(orders)} ranks; valid: 0 to {len(orders) - 1}"
             )
         # Checked before the schedule is built: a slip of the finger (F100000000@0) must not make
         # something that takes all memory.

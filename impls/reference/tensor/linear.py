@@ -36,7 +36,7 @@ def _require(layer: object, group: Any, **sizes: Any) -> None:
     name = type(layer).__name__
     if not isinstance(group, Comm):
         raise ValueError(
-            f"{name}: group = {group!r:.60} is no communicator: give world.comm, or "
+            f"{name}: group = {group!r:.60} is not a communicator: give world.comm, or "
             "mesh.comm('tensor') of a mesh that world.new_mesh made"
         )
     for what, value in sizes.items():
@@ -103,7 +103,7 @@ class _Split(nn.Module):
 class ColumnParallelLinear(_Split):
     """Computes ``x W^T + b`` with the output features split: each rank has its part of the result.
 
-    ``gather_output``: every rank has the whole result instead, for one more message.
+    ``gather_output``: every rank gets the whole result, which costs one more message.
     """
 
     dim = 0

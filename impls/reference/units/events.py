@@ -117,8 +117,8 @@ class UnitEvents:
         if copies is not None and copies.changed():
             raise RuntimeError(
                 f"unit {unit.name!r} changed a list, dictionary or dataclass that it was given: "
-                "this was a copy, so the unit's caller does not see the change; return the new "
-                "value instead"
+                "this was a copy, so the unit's caller does not see the change; return the "
+                "new value"
             )
         for tensor in tensors_in(out):
             if tensor.requires_grad and not given.hand_on(tensor):

@@ -107,7 +107,7 @@ class Saves:
             piece.tensor.zero_()
         seconds, _ = self.timed(lambda: self.arm.implementation.load(self.root))
         if self.sums() != self.saved:
-            raise AssertionError("the load did not restore what was saved: its time is not valid")
+            raise AssertionError("the load is not timed: it did not restore what was saved")
         return seconds
 
     def timed(self, action: Callable[[], Any]) -> tuple[float, Any]:

@@ -52,8 +52,8 @@ app = typer.Typer(
     shardproof bench collectives --world 4          ring, trees, gloo's own, ...
     shardproof bench checkpoint --parameters 200M   saves, loads, stalls
 
-    You may omit the subcommand: two implementations are a `pair`, scenarios are `speed`
-    or `scaling` by their contents. `shardproof bench speed --help` has the options.
+    You may omit the subcommand: two implementations select `pair`; the contents of a scenario
+    decide between `speed` and `scaling`. `shardproof bench speed --help` has the options.
 
     \b
     Exit codes: 0 decided
@@ -83,14 +83,14 @@ def pair(
     shardproof bench reference/ddp pytorch/ddp --option-b gradient_as_bucket_view=true
 
     Ratios are A over B, from medians of blocks, with the 95 % interval of a paired t on their logs;
-    p is that of the exact sign-flip permutation. A/A compares A with its own twin and shows the
+    p comes from the exact sign-flip permutation test. A/A compares A with a twin of A and shows the
     noise of this machine. The margin is 5 % or the A/A half-width, whichever is larger.
 
     \b
     faster, slower     certain, and at least the margin
     same               certain to be within the margin
     small difference   certain, but smaller than the margin
-    inconclusive       neither; the smallest effect that could be seen is printed
+    inconclusive       none of these; the smallest effect that could be seen is printed
     """
     from shardproof.bench.command.plan import of_pair
     from shardproof.bench.command.time_budget import Passes
@@ -110,9 +110,9 @@ def speed(
     shardproof bench --shard 1/4 --results part1       a quarter: see `merge`
     shardproof bench peers --budget 15                 only what fits in 15 minutes
 
-    Among many comparisons some differ by chance: "in this report" marks differences that hold among
-    all others (Holm); the rest is inconclusive there. A pair that does not fit into
-    --budget, by past durations, is left out, printed and recorded; no comparison is cut short.
+    Among many comparisons some differ by chance: "in this report" marks the differences that remain
+    after a correction for this (Holm). A pair whose past duration does not fit into --budget is
+    left out, and the output and the run name it; no comparison is cut short.
     """
     from shardproof.bench.command.plan import of_pairs
     from shardproof.bench.command.time_budget import Passes
@@ -121,10 +121,10 @@ def speed(
     return of_pairs(names or [SPEED], selected, how, of_steps, passes)
 
 
-@app.command(SCALING, cls=OfOneKind, short_help="One rank against many: scaling scenarios.")
+@app.command(SCALING, cls=OfOneKind, short_help="One rank and many ranks: scaling scenarios.")
 @options.grouped()
 def scaling(names: Names = None, *, selected: asked.Selected, how: asked.How) -> Any:
-    """Time one rank with N, strong and weak (default: all of scenarios/scaling).
+    """Compare one rank with N ranks, strong and weak (default: all of scenarios/scaling).
 
     \b
     shardproof bench strong -k 'pytorch/ddp and ::2::' --fail-on goal
@@ -157,9 +157,9 @@ def checkpoint(
     shardproof bench checkpoint --parameters 200M --blocks 6 --launches 1
     shardproof bench checkpoint -k stall --fail-on goal
 
-    Times one save or load a segment, without A/A, and counts: bytes read where one rank less loads
-    (at most 1.05 of those needed), and resident memory above the state while saving (at most the
-    largest tensor). Files lie in TMPDIR: that disk is measured.
+    Each timed segment is one save or one load; there is no A/A. Also measures the bytes read when
+    one rank fewer loads (at most 1.05 times the bytes needed), and the resident memory above the
+    state while saving (at most the largest tensor). Files lie in TMPDIR: that disk is measured.
     """
     from shardproof.bench.command.plan import of_pairs
     from shardproof.bench.command.time_budget import Passes
@@ -172,11 +172,11 @@ def checkpoint(
 @app.command(cls=OfOneKind, short_help="Collectives: the backend's own and the suite's.")
 @options.grouped()
 def collectives(of: asked.OfCollectives) -> Any:
-    """Time the backend's own collectives, and the suite's over send and recv, in turns.
+    """Time in turns the backend's own collectives, and those that the suite makes of send and recv.
 
     \b
     shardproof bench collectives                                   gloo, 2 ranks, 4 B to 64 MiB
-    shardproof bench collectives --world 4 --ranks-per-node 2      hierarchical, too
+    shardproof bench collectives --world 4 --ranks-per-node 2      also `hierarchical`
     shardproof bench collectives --algorithm ring --bytes 16MiB --rounds 31
 
     Nothing is judged. docs/collectives.md has the definitions.

@@ -69,7 +69,7 @@ class OfOneKind(TyperCommand):
             having = [name for name, c in others.items() if any(option in p.opts for p in c.params)]
             if not having:
                 raise
-            what = f"{option} is no option of `bench {ctx.info_name}`"
+            what = f"{option} is not an option of `bench {ctx.info_name}`"
             remedy = f"leave {option} out, or use `bench {'` or `bench '.join(having)}`"
             raise SelectionError(Problem(what, remedy, option)) from None
 
@@ -103,7 +103,7 @@ def _are_implementations(names: Sequence[str]) -> bool:
         return False
     if len(names) != 2:
         what = f"a pair is two implementations, not {len(names)}"
-        raise SelectionError(Problem(what, "name exactly two, A and B", " ".join(names)))
+        raise SelectionError(Problem(what, "name exactly two implementations", " ".join(names)))
     for name in names:
         registry.check(name)
     return True

@@ -87,10 +87,10 @@ class OfSteps(Goal):
     """The measurements of pairs of steps other than their times."""
 
     score: Annotated[
-        bool, typer.Option("--score", help="afterwards: each side and its predicted step")
+        bool, typer.Option("--score", help="compare each side with its predicted step")
     ] = False
     no_memory: Annotated[
-        bool, typer.Option("--no-memory", help="leave out the passes of each side alone: bytes")
+        bool, typer.Option("--no-memory", help="do not run each side alone to count bytes")
     ] = False
 
 
@@ -145,11 +145,11 @@ class OfCollectives(Where):
 
     algorithm: Annotated[
         list[str] | None,
-        typer.Option("--algorithm", metavar="A", help="only this one (repeatable)"),
+        typer.Option("--algorithm", metavar="A", help="only this algorithm (repeatable)"),
     ] = None
     ranks_per_node: Annotated[
         int | None,
-        typer.Option("--ranks-per-node", metavar="L", min=1, help="time hierarchical, too"),
+        typer.Option("--ranks-per-node", metavar="L", min=1, help="also time `hierarchical`"),
     ] = None
     sizes: Annotated[
         list[str] | None,

@@ -232,7 +232,7 @@ def predict(
         fit = links.of(call)
         if algorithms is None or fit is None:
             along = f" along {call.axis}" if links.along else ""
-            raise Unmodelled(f"{call.operation}{along} was not probed on {backend}")
+            raise Unmodelled(f"{call.operation}{along} was not timed on {backend}")
         one = fit.seconds(call.bytes, call.ranks, algorithms)
         latency, whole = fit.seconds(0, call.ranks, algorithms) * call.count, one * call.count
         busy += whole * fit.busy

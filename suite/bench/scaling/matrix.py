@@ -25,7 +25,7 @@ def _growing(worlds: list[int]) -> list[int]:
     if worlds != sorted(set(worlds)):
         raise ValueError("list worlds in ascending order, each once")
     if worlds and worlds[0] < 2:
-        raise ValueError("worlds must be 2 or more: one rank is the base case")
+        raise ValueError("worlds must be 2 or more: 1 rank is always timed, as the base")
     return worlds
 
 
@@ -40,7 +40,7 @@ class SystemModel(sides.SideModel):
     @model_validator(mode="after")
     def _has_label(self) -> SystemModel:
         if self.options and self.label is None:
-            raise ValueError("options need a label for ids: add e.g. `label: mine`")
+            raise ValueError("options need a label, so that ids differ: add e.g. `label: mine`")
         return self
 
     @model_validator(mode="after")
@@ -57,8 +57,8 @@ class ScaledSystem(SystemModel):
 
     grows: AxisName | None = Field(
         None,
-        description="axis that takes the ranks which `mesh` leaves, outside of it (default: a data "
-        "axis of the system)",
+        description="axis outside of `mesh` for the ranks that `mesh` does not use (default: a "
+        "data axis of the system)",
     )
     worlds: Annotated[list[Size], AfterValidator(_growing)] = Field(
         default_factory=list, description="instead of the file's"
@@ -70,7 +70,7 @@ class ScaledSystem(SystemModel):
     @model_validator(mode="after")
     def _names_its_mesh(self) -> ScaledSystem:
         if (self.mesh or self.micro_batches) and self.label is None:
-            raise ValueError("mesh and micro_batches need a label for ids: add `label: ...`")
+            raise ValueError("mesh and micro_batches need a label: add `label: ...`")
         if self.grows in self.mesh:
             raise ValueError(f"leave {self.grows} out of `mesh`: `grows` names the same axis")
         return self
@@ -223,6 +223,7 @@ def check(cell: Cell) -> None:
     """
     sides.check_backend(cell.backend)
     if cell.world < 2:
-        raise SelectionError(Problem("one rank is the base case", "choose --world 2 or more", "1"))
+        what = "1 rank is always timed, as the base"
+        raise SelectionError(Problem(what, "choose --world 2 or more", "1"))
     _require_whole_mesh(cell)
     sides.check_launches(cell)

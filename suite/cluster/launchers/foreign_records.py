@@ -104,7 +104,7 @@ def _outcome(folder: Path, rank: int, began: bool) -> RankOutcome:
     try:
         outcome = RankOutcome.stored(folder / f"rank{rank}.end")
         if outcome.rank != rank:
-            raise ValueError("another rank's")
+            raise ValueError("the file belongs to another rank")
     except (OSError, *DAMAGE):
         return _silent(folder, rank, began)
     path = folder / f"rank{rank}.rec"

@@ -171,8 +171,8 @@ def _twice(entries: Sequence[Entry]) -> Problem | None:
             continue
         what, here = f"two processes have rank {entry.rank}", entry.host
         if other.host == here:
-            remedy = "set RANK to node * ranks per node + LOCAL_RANK, or choose a new MASTER_PORT, "
-            return Problem(f"{what}, both on {here}", f"{remedy}if an earlier job uses this one")
+            remedy = "set RANK to node * ranks per node + LOCAL_RANK; if an earlier job uses this "
+            return Problem(f"{what}, both on {here}", f"{remedy}MASTER_PORT, choose a new one")
         remedy = "give every node a different rank (torchrun: --node-rank; by hand: RANK)"
         return Problem(f"{what}, on {other.host} and on {here}", remedy)
     return None
@@ -228,7 +228,7 @@ def answer(store: dist.Store, place: Place, seconds: float, interface: str | Non
     store.set(f"entry{number}", json.dumps(asdict(entry)))
     if number > place.world:  # the others may be under way
         remedy = "choose a different MASTER_PORT for each job"
-        many = Problem(f"more than {place.world} ranks arrived", remedy)
+        many = Problem(f"more than {place.world} ranks joined the job", remedy)
         refuse(store, place, mistake(_read(store, number)) or many)
     if number > 1:
         late = "the first rank did not report all ranks as present"

@@ -111,7 +111,7 @@ class Server:
         except OSError:
             line = b""
         if not line.endswith(b"\n"):
-            raise ServerGone("the process that runs cases ended; see Ray's logs of the worker")
+            raise ServerGone("the worker process ended while it ran cases; see its log in Ray")
         return line
 
     def close(self) -> None:

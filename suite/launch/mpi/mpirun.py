@@ -175,7 +175,7 @@ def _read(connection: socket.socket) -> tuple[dict[str, str], int | None]:
     with connection.makefile("rb") as file:
         text = file.read(size)
     if len(text) < size:
-        raise MpirunError("a process that mpirun started ended at once")
+        raise MpirunError("a process ended right after mpirun started it")
     pairs = (entry.partition("=") for entry in text.decode("utf-8", "surrogateescape").split("\0"))
     return {name: value for name, _, value in pairs}, next(iter(descriptors), None)
 

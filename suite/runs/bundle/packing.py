@@ -70,7 +70,7 @@ def pack(
     if len(sources) >= form.MAX_FILES or listing.bytes > form.MAX_BYTES or largest > form.MAX_FILE:
         extent = f"{len(sources):,} files of {listing.bytes:,} bytes"
         most = f"{form.MAX_FILES:,} files and {form.MAX_BYTES >> 30} GiB"
-        remedy = f"a bundle holds at most {most}: copy the folder instead"
+        remedy = f"a bundle holds at most {most}: copy the folder"
         raise SelectionError(Problem("the run is too big for a bundle", remedy, extent))
     try:
         return Packed(output, listing, _write(output, listing, sources, force))

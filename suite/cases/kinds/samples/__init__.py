@@ -29,7 +29,7 @@ def _legs(case: Case, system: Any) -> Sequence[Leg]:
 
 
 SAMPLES = UntrainedKind(
-    *(workload.NAME, Sampling, "data", "is no sampler"),
+    *(workload.NAME, Sampling, "data", "is not a sampler"),
     resolve=workload.resolve,
     legs=_legs,
     declines=_declines,

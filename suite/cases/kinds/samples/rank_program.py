@@ -159,5 +159,5 @@ def _as_json(state: Any) -> str:
     try:
         return json.dumps(state, sort_keys=True)
     except (TypeError, ValueError) as error:
-        what = f"state() gave {state!r:.80}, which is no JSON: {error}"
+        what = f"state() gave {state!r:.80}, which is not JSON: {error}"
         raise BrokenContract(what) from error
