@@ -16,7 +16,9 @@ class ReferenceStopping(Stopping):
     @classmethod
     def capabilities(cls, options: Options) -> Capabilities:
         if options:
-            raise Refused(f"unknown option {next(iter(options))!r}; reference/vote has no options")
+            raise Refused(
+                f"unknown option {next(iter(options))!r}; reference/stopping has no options"
+            )
         return Capabilities(needs=("cpu",))
 
     def start(self, rule: StopRule, mesh: Mesh, options: Options) -> None:

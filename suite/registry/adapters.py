@@ -48,7 +48,7 @@ def path_of(thing: Any, what: str) -> str:
     code = getattr(thing, "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else ("", None)
     given = repr(thing) if name == "None" else name
-    remedy = "define it at the top level of a module or script, under a name"
+    remedy = "define it with a name at the top level of a module or script"
     raise SelectionError(Problem(f"ranks cannot import this {what}", remedy, given, file, line))
 
 

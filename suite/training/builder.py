@@ -218,7 +218,7 @@ class Training:
             if chosen.threads and (reason := own.denied(backend)):
                 raise ValueError(
                     f"{self._strategy} {reason}: choose the backend {USUAL_PROCESSES} or another "
-                    "one of processes"
+                    "backend of processes"
                 )
             if chosen.threads and size > 1 and self._source.is_one_iterator:
                 raise ValueError(

@@ -63,7 +63,7 @@ class UserModel:
         ]:
             raise ValueError(
                 f"parameter {lazy[0]!r} of the model has no shape yet: call the model once, so "
-                "that its lazy layers are made, before you give it"
+                "that its lazy layers are made, before you pass it"
             )
         self.model, self._loss, self._in_place = model, loss, in_place
         self._shapes: dict[str, torch.Size] = {}

@@ -124,7 +124,7 @@ class RankTraining:
                     if batch is None:
                         raise ValueError(
                             f"the data ended after {step} of {steps} steps: give a DataLoader or a "
-                            "list, which begin again, or ask for fewer steps"
+                            "list (both can begin again), or ask for fewer steps"
                         )
                     with memory.step(step):
                         result = self.system.step(batch, partial(memory.observe, self.system))

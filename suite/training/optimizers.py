@@ -100,7 +100,7 @@ def spec(
     except Exception as error:
         raise ValueError(
             f"optimizer {kind.__name__} with {made.arguments} cannot update a matrix by its "
-            f"gradient: {type(error).__name__}: {error}; mend its arguments, or take another one"
+            f"gradient: {type(error).__name__}: {error}; change the arguments, or the optimizer"
         ) from error
     return made
 

@@ -349,8 +349,8 @@ class Compared:
         last = self.seen.compared[-1] if self.seen.compared else 0
         sentence = (
             f"an optimizer ended before its last steps were compared: {self.seen.name} made "
-            f"{step}, of which step {last} was the last compared; keep it until the script ends, "
-            "or compare more often by --every"
+            f"{step}, and step {last} was the last compared; keep the optimizer until the script "
+            "ends, or compare more often by --every"
         )
         self._tell("not compared", sentence, broken=False)
 

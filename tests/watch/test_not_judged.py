@@ -57,7 +57,7 @@ def test_an_optimizer_that_ends_before_its_last_steps_were_compared_is_no_pass(
     assert found == code and seen["compared"] == [1, 6], told
     if code:
         assert report["reason"].startswith(
-            "an optimizer ended before its last steps were compared: SGD made 7, of which step 6 "
+            "an optimizer ended before its last steps were compared: SGD made 7, and step 6 "
         ), told
 
 

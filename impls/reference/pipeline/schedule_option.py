@@ -89,7 +89,7 @@ class ScheduleOption:
         if micro_batches > len(actions):
             raise Refused(
                 "option 'schedule.orders': the orders name micro-batches up to "
-                f"{micro_batches - 1}, which need {micro_batches} actions or more, but there "
+                f"{micro_batches - 1}: this needs {micro_batches} actions or more, but there "
                 f"are only {len(actions)}"
             )
         own = Schedule("own", micro_batches, place, orders)

@@ -195,7 +195,7 @@ def is_old(engine: Any, image: str) -> bool:
 def _wanted(engine: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """The facts about images, the arguments of their build, and digests of their inputs."""
     if not (ROOT / "Dockerfile").exists():
-        raise NoCluster(f"images can be built only from a checkout, which {ROOT} is not")
+        raise NoCluster(f"images can be built only from a checkout: {ROOT} is not one")
     arguments = image_inputs.arguments(os.environ)
     base = _base_image(engine)
     found = _found(engine, base)
