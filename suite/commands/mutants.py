@@ -31,7 +31,12 @@ class HowPlanted(options.Output):
         None, "--depth", help="judge costs by bounds; a fault is caught if any check fails"
     )
     campaign: int | None = option(
-        None, "--campaign", metavar="N", min=1, max=1000, help="plant each in up to N random cases"
+        None,
+        "--campaign",
+        metavar="N",
+        min=1,
+        max=1000,
+        help="plant each fault in up to N random cases",
     )
     seed: int | None = option(
         None, "--seed", metavar="S", min=0, help="with --campaign: seed of cases and order [0]"
@@ -47,11 +52,11 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     the exit code is 1. With -v, prints the kill matrix, fault x check.
 
     With --campaign N, each fault is planted in up to N random cases of its parent, in the order of
-    `run --campaign`. It is caught once a check fails that passes without the fault. The output
-    shows the share of faults caught after 1, 2, ... N cases. This is only a measurement: a fault
-    that survives does not change the exit code; a parent that fails does. --seed also sets the
-    order of the faults, so those that fit into --budget are a random sample. `kills-by-n.json` in
-    the run folder holds the results.
+    `run --campaign`. A fault is caught once a check fails that passes without the fault. The
+    output shows the share of faults caught after 1, 2, ... N cases. This is only a measurement: a
+    fault that survives does not change the exit code; a parent that fails does. --seed also sets
+    the order of the faults, so those that fit into --budget are a random sample.
+    `kills-by-n.json` in the run folder holds the results.
 
     \b
     shardproof mutants
