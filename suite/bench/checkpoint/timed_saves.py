@@ -107,7 +107,9 @@ class Saves:
             piece.tensor.zero_()
         seconds, _ = self.timed(lambda: self.arm.implementation.load(self.root))
         if self.sums() != self.saved:
-            raise AssertionError("the load is not timed: it did not restore what was saved")
+            raise AssertionError(
+                "the load did not restore what was saved, so this load is not timed"
+            )
         return seconds
 
     def timed(self, action: Callable[[], Any]) -> tuple[float, Any]:
