@@ -180,7 +180,7 @@ def test_it_is_freed_with_all_groups(backend: str, tmp_path: Path) -> None:
         ([0, 1, 1], r"rank 1 is given twice"),
         ([0, 3], r"3 is not a rank of this mesh; valid: 0, 1, 2"),
         ([-1], r"-1 is not a rank of this mesh"),
-        ([0, True], r"True is no rank"),
+        ([0, True], r"True is not a rank"),
     ],
 )
 def test_ranks_that_are_no_sub_group_are_refused(ranks: list[int], says: str) -> None:

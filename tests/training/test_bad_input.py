@@ -61,7 +61,7 @@ NAMES: list[tuple[Callable[[], object], str]] = [
     (lambda: made().strategy("ddp", {"dp": 2}), "mesh: unknown axis 'dp'; valid: pipe"),
     (lambda: made().strategy("fsdp", {"shard": 0}), "'shard' = 0 is not a number of ranks: give"),
     (lambda: made().optimizer("adamw", betas=0.9), "AdamW with .* cannot update.*TypeError"),
-    (lambda: made().optimizer("lbfgs"), "LBFGS .*closure.*take another"),
+    (lambda: made().optimizer("lbfgs"), "LBFGS .*closure.*or the optimizer"),
     (lambda: made().optimizer("sparseadam"), "SparseAdam does not support dense"),
     (lambda: made(units="0"), "units = '0': give a list of different names"),
     (lambda: made(units=["0", "0"]), "units = .*give a list of different names"),
