@@ -101,7 +101,7 @@ class Training:
     def optimizer(
         self,
         kind: str | type[torch.optim.Optimizer],
-        lr: float | None = None,
+        lr: float | optimizers.Schedule | None = None,
         *,
         clip: float | None = None,
         warmup: int = 0,
@@ -109,9 +109,11 @@ class Training:
     ) -> Training:
         """Update by ``kind``, a class or a name of ``torch.optim``; ``clip``: largest global norm.
 
-        ``warmup``: linear steps up to ``lr``.  ``arguments`` are those of the class.
+        ``lr``: a number, or a function that returns the rate of an optimizer step, counted from 0
+        over all runs; every rank calls it.  ``warmup``: linear steps up to a number ``lr``.
+        ``arguments`` are those of the class.
 
-        :raises ValueError: no such optimizer or argument.
+        :raises ValueError: no such optimizer or argument, or no learning rate at step 0.
         """
         self._optimizer = optimizers.spec(kind, lr, clip=clip, warmup=warmup, **arguments)
         return self

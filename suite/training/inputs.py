@@ -24,3 +24,15 @@ def require_positive(name: str, value: Any) -> None:
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not (number and 0 < value < math.inf):
         raise ValueError(f"{name} = {value!r:.60}: give a number above 0")
+
+
+def require_rate(name: str, value: Any, remedy: str = "") -> float:
+    """``value`` as a learning rate, a finite number of at least 0.
+
+    :raises ValueError: it is none.
+    """
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (number and 0 <= value < math.inf):
+        remedy = remedy or "give a finite number of at least 0"
+        raise ValueError(f"{name} = {value!r:.60}: {remedy}")
+    return float(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardproof import registry
 from shardproof.comm import Mesh
-from shardproof.contract import Implementation, OptimizerSpec, Refused
+from shardproof.contract import OptimizerSpec, Refused
 from shardproof.training import optimizers
 from shardproof.training.builder import (
     capabilities_of,
@@ -42,8 +42,9 @@ class Wrapped:
     batch of its rank.
     """
 
-    def __init__(self, system: Implementation, loop: Any, model: nn.Module) -> None:
-        self._system, self._loop, self.module = system, loop, model
+    def __init__(self, system: Any, loop: Any, model: nn.Module, names: Sequence[str]) -> None:
+        self._system, self._loop, self.module, self._names = system, loop, model, names
+        loop.whole_step = self._step
         self._memory: Memory | None = None
         self._in_step, self._peak = ExitStack(), Bytes()
 
@@ -61,8 +62,33 @@ class Wrapped:
         require_positive("clip", limit)
         return self._loop.clip(limit)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, for ``torch.optim.lr_scheduler``: ``param_groups`` has the learning rates.
+
+        Its ``step`` and ``zero_grad`` are those of this object.
+
+        :raises ValueError: the rates follow ``lr``, a function, or ``warmup``.
+        """
+        optimizer: torch.optim.Optimizer = self._loop.optimizer
+        return optimizer
+
+    def set_lr(self, rate: float, group: str | None = None) -> None:
+        """Set the learning rate from the next step on; every rank calls it.
+
+        A group of parameters takes ``rate`` times its ``lr_scale``.  ``group``, the pattern of one
+        or ``default``, sets ``rate`` as it is, and for that group only.
+
+        :raises ValueError: no rate, no such group, or the rates follow a schedule.
+        """
+        self._loop.optimizer.set_lr(rate, group)
+
     def step(self) -> None:
         """Update the parameters and clear the gradients."""
+        # Through the optimizer if there is one: schedulers count its steps.
+        (self._loop.optimizer.step if self._loop.sets_rates else self._step)()
+
+    def _step(self) -> None:
         if self._memory is None:
             self._loop.step()
             return
@@ -91,15 +117,24 @@ class Wrapped:
         return self.train(False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers on every rank; all ranks call it."""
-        return whole(self._system, join().comm)
+        """What ``state_dict`` of the plain module has, on every rank; all ranks call it."""
+        state, first = whole(self._system, join().comm), self._system.aliases
+        held = {name: first.get(name, name) for name in self._names}
+        return {name: state[kept] for name, kept in held.items() if kept in state}
 
     def save(self, folder: str | Path, **extra: Any) -> None:
-        """Save a checkpoint into ``folder``; ``extra`` is what JSON holds.  All ranks call it."""
+        """Save a checkpoint into ``folder``; ``extra`` is what JSON holds.  All ranks call it.
+
+        Learning rates that the loop set are saved, too.
+        """
         self._loop.save(Path(folder), extra)
 
     def load(self, folder: str | Path) -> Mapping[str, Any]:
-        """Load the newest checkpoint in ``folder``; the ``extra`` that was saved."""
+        """Load the newest checkpoint in ``folder``; returns the ``extra`` that was saved.
+
+        Learning rates that the loop had set are set again; a schedule given to ``wrap`` overrides
+        them.
+        """
         extra: Mapping[str, Any] = self._loop.load(Path(folder))
         return extra
 
@@ -126,7 +161,8 @@ class Wrapped:
         self._peak = memory.stats["peak"]
 
     def memory_stats(self) -> dict[str, Bytes]:
-        """Bytes that this rank holds now, by class; ``peak``: those of the steps ``measured()``.
+        """Bytes that this rank holds at this call (``current``) and held within ``measured()``
+        (``peak``), by class.
 
         On a GPU ``peak`` has the most that torch's allocator held, too.
         """
@@ -159,7 +195,7 @@ def wrap(
     mesh: Mapping[str, int] | Mesh | None = None,
     *,
     optimizer: str | type[torch.optim.Optimizer] | OptimizerSpec = "adamw",
-    lr: float | None = None,
+    lr: float | optimizers.Schedule | None = None,
     clip: float | None = None,
     arguments: Mapping[str, Any] | None = None,
     **more: Any,
@@ -167,9 +203,9 @@ def wrap(
     """Put ``model`` under ``strategy``, in place, for a loop of your own; all ranks call it.
 
     ``mesh``: axes and ranks, or a mesh of :meth:`World.new_mesh` (default: all ranks along the
-    strategy's axis).  ``arguments`` are those of the optimizer.  ``more``: ``accumulate`` (backward
-    passes of a step), ``precision``, ``recompute``, ``offload``, ``units``, ``roles`` and the
-    strategy's own options, as for ``Training.strategy``.
+    strategy's axis).  ``lr``: a number, or a function of the step.  ``arguments`` are those of the
+    optimizer.  ``more``: ``accumulate`` (backward passes of a step), ``precision``, ``recompute``,
+    ``offload``, ``units``, ``roles`` and the strategy's own options, as for ``Training.strategy``.
 
     :raises ValueError: something does not fit; the message says what to change.
     """
@@ -204,11 +240,11 @@ def wrap(
     fits(name, capabilities, spec, options, mesh.axes)
     built = UserModel(model, None, in_place=True, **described)
     require_values(name, built)
-    made = system()
+    made, names = system(), list(model.state_dict())
     try:
         made.setup(built, built.state, spec, mesh, options)
         loop = made.own_loop_type(made, accumulate, mean)
     except Refused as error:
         raise ValueError(f"{name}: {error}") from error
     _WRAPPED.add(model)
-    return Wrapped(made, loop, model)
+    return Wrapped(made, loop, model, names)

@@ -8,7 +8,7 @@ steps on a small matrix, once whole and once in two flat parts, must end in the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import nearest
-from shardproof.training.inputs import require_count, require_positive
+from shardproof.training.inputs import require_count, require_positive, require_rate
 
 #: Arguments of ``OptimizerSpec`` that an optimizer of torch may have, by what it has them for.
 _IN_SPEC = ("momentum", "betas", "eps", "weight_decay")
@@ -26,8 +26,36 @@ _STEPS = 3
 _KINDS: dict[str, type[torch.optim.Optimizer]] = {}
 
 
+#: The learning rate of an optimizer step, counted from 0.
+Schedule = Callable[[int], float]
+
+
 @dataclass(frozen=True)
-class TorchOptimizer(OptimizerSpec):
+class Scheduled(OptimizerSpec):
+    """A spec whose learning rate is ``schedule(step)`` times ``lr``, if there is a schedule."""
+
+    schedule: Schedule | None = None
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of optimizer step ``step``, counted from 0.
+
+        :raises ValueError: the schedule returns no learning rate.
+        """
+        if self.schedule is None:
+            return super().lr_at(step)
+        return self.lr * _rate(self.schedule, step)
+
+
+def _rate(schedule: Schedule, step: int) -> float:
+    remedy = (
+        "the function gets the number of an optimizer step, from 0, and must return its learning "
+        "rate, a finite number of at least 0"
+    )
+    return require_rate(f"lr({step})", schedule(step), remedy)
+
+
+@dataclass(frozen=True)
+class TorchOptimizer(Scheduled):
     """The spec of a class; ``given`` are its arguments without the learning rate."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -48,13 +76,15 @@ class TorchOptimizer(OptimizerSpec):
 
 def spec(
     optimizer: str | type[torch.optim.Optimizer],
-    lr: float | None = None,
+    lr: float | Schedule | None = None,
     *,
     clip: float | None = None,
     warmup: int = 0,
     **arguments: Any,
 ) -> OptimizerSpec:
     """The spec of ``optimizer``, a class or a name of ``torch.optim``, with torch's own defaults.
+
+    ``lr``: a number, or a function of the optimizer step.
 
     :raises ValueError: no such optimizer, or an argument that it does not take.
     """
@@ -70,18 +100,16 @@ def spec(
             f"optimizer {kind.__name__} takes no argument {unknown[0]!r}; "
             f"{nearest(unknown[0], takes, 'valid')}"
         )
-    if lr is None:
-        lr = defaults.get("lr", inspect.Parameter.empty)
-        if not isinstance(lr, float | int):
-            raise ValueError(f"optimizer {kind.__name__} has no default lr: give lr=")
+    rate, schedule = _rate_and_schedule(lr, warmup, kind, defaults)
     decay = arguments.pop("weight_decay", defaults.get("weight_decay", 0.0))
     decay = 0.0 if decay is inspect.Parameter.empty else decay
-    _require_numbers(lr, decay, warmup, clip)
+    _require_numbers(rate, decay, warmup, clip)
     common: dict[str, Any] = {
-        "lr": float(lr),
+        "lr": float(rate),
         "weight_decay": float(decay),
         "warmup_steps": warmup,
         "clip_norm": clip,
+        **({"schedule": schedule} if schedule is not None else {}),
     }
     plain = OptimizerSpec(name=kind.__name__.lower())  # type: ignore[arg-type]
     known = all(name in _IN_SPEC for name in arguments) and kind.__module__.startswith("torch.")
@@ -91,7 +119,8 @@ def spec(
         known = False
     if known:
         own = {name: defaults[name] for name in _IN_SPEC if name in defaults}
-        made = OptimizerSpec(name=plain.name, **{**own, **common, **arguments})
+        of_contract = OptimizerSpec if schedule is None else Scheduled
+        made = of_contract(name=plain.name, **{**own, **common, **arguments})
     else:
         path = f"{kind.__module__}:{kind.__qualname__}"
         made = _restored(kind, {"name": path, "given": arguments, **common})
@@ -103,6 +132,34 @@ def spec(
             f"gradient: {type(error).__name__}: {error}; change the arguments, or the optimizer"
         ) from error
     return made
+
+
+def _rate_and_schedule(
+    lr: Any, warmup: int, kind: type, defaults: Mapping[str, Any]
+) -> tuple[Any, Schedule | None]:
+    """``lr`` as a number, which is the default's if none is given, and as a function.
+
+    :raises ValueError: there is none, or the function does not return one for step 0.
+    """
+    if not callable(lr):
+        if lr is None and not isinstance(lr := defaults.get("lr"), float | int):
+            raise ValueError(f"optimizer {kind.__name__} has no default lr: give lr=")
+        return lr, None
+    if warmup:
+        raise ValueError(
+            f"warmup = {warmup} with a function as lr: the function gives the rate of every step, "
+            "so leave warmup out and let the function warm up"
+        )
+    try:
+        _rate(lr, 0)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"lr(0) raised {type(error).__name__}: {error}; give a number, or a function that "
+            "takes the step and returns the rate (a torch scheduler takes wrap(...).optimizer)"
+        ) from error
+    return 1.0, lr  # a factor: strategies whose rate follows the number of ranks change it
 
 
 def _require_numbers(lr: Any, decay: Any, warmup: Any, clip: Any) -> None:

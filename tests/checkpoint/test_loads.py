@@ -30,6 +30,7 @@ from shardproof.impls.reference.checkpoint.root import newest
 from shardproof.impls.reference.checkpoint.sharded import Sharded
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.state import aliases_of, named_state
+from shardproof.impls.reference.engine.state import draws as module_draws
 from shardproof.workloads import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -279,11 +280,13 @@ def test_another_mesh_or_strategy_is_refused_on_request(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------- what is told
 
 
-def notes_of(root: Path, spec: OptimizerSpec, world: int = 2) -> tuple[tuple[str, ...], list[str]]:
+def notes_of(
+    root: Path, spec: OptimizerSpec, world: int = 2, *traits: str
+) -> tuple[tuple[str, ...], list[str]]:
     """Notes of the first rank, and warnings of all."""
 
     def body(rank: int, ranks: int) -> tuple[str, ...]:
-        work = workload(layers=1)
+        work = workload(*traits, layers=1)
         system = make("zero1", work, {"shard": ranks}, rank, spec)
         system.load(root)
         assert system.loaded is not None
@@ -325,14 +328,48 @@ def test_loss_scaling_of_only_one_side_is_told(tmp_path: Path) -> None:
     assert '"interval": 5' in notes_of(tmp_path / "with", finer)[0][0]
 
 
-def test_state_of_single_ranks_is_left_out_elsewhere_and_told(tmp_path: Path) -> None:
-    saved(tmp_path, "zero1", {"shard": 2}, 2, work=workload(layers=1))
-    notes, said = notes_of(tmp_path, ADAMW, 3)
+def test_random_states_of_single_ranks_are_left_out_elsewhere_and_told(tmp_path: Path) -> None:
+    drawing = "dropout_stateful"
+    saved(tmp_path, "zero1", {"shard": 2}, 2, work=workload(drawing, layers=1))
+    notes, said = notes_of(tmp_path, ADAMW, 3, drawing)
     assert notes == (
         "random states of 2 saved ranks have no rank here and were left out: dropout draws other "
         "masks than it would have",
     )
     assert len(said) == 1
+
+
+def test_random_states_that_no_module_uses_are_left_out_in_silence(tmp_path: Path) -> None:
+    saved(tmp_path, "zero1", {"shard": 2}, 2, work=workload(layers=1))
+    assert notes_of(tmp_path, ADAMW, 3) == ((), [])
+
+
+class Attention(nn.Module):
+    """As many keep the share of a dropout that their forward calls as a function."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.attention_dropout = share
+
+
+@pytest.mark.parametrize(
+    ("module", "draws"),
+    [
+        (nn.Linear(2, 2), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), True),
+        (nn.AlphaDropout(0.5), True),
+        (nn.TransformerEncoderLayer(4, 2, 8), True),
+        (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), False),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), True),
+        (nn.LSTM(2, 2, 2, dropout=0.1), True),
+        (nn.RReLU(), True),
+        (Attention(0.1), True),
+        (Attention(0.0), False),
+    ],
+)
+def test_what_draws_random_numbers(module: nn.Module, draws: bool) -> None:
+    assert module_draws(module) is draws
 
 
 def test_the_manifest_says_who_saved_with_what(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from shardproof.impls.pytorch.checkpoint.dcp import AsyncDcp, Dcp
 from shardproof.impls.pytorch.checkpoint.full import Full
 from shardproof.impls.pytorch.checkpoint.options import Checkpoints
 from shardproof.impls.pytorch.checkpoint.state import Training
+from shardproof.impls.reference.engine.optimizer import as_data
 
 
 class Saves(Implementation):
@@ -58,7 +58,7 @@ class Saves(Implementation):
         about = {
             "strategy": self.strategy,
             "mesh": mesh.axes,
-            "optimizer": dataclasses.asdict(self.spec),
+            "optimizer": as_data(self.spec, self.steps_done),
         }
         return Training(
             *(self.modules(), self.optimizer, self.scaler),

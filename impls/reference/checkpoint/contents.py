@@ -24,6 +24,7 @@ import shardproof
 from shardproof.contract import Piece
 from shardproof.impls.reference.checkpoint.agreement import State
 from shardproof.impls.reference.checkpoint.manifest import About
+from shardproof.impls.reference.engine.optimizer import as_data
 from shardproof.impls.reference.engine.state import generators_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Contents:
         scaler, policy = system.scaler, dataclasses.asdict(system.precision)
         return About(
             *(system.steps_done, system.strategy, dict(system.mesh.axes)),
-            optimizer=dataclasses.asdict(system.spec),
+            optimizer=as_data(system.spec, system.steps_done),
             scaler={"scale": scaler.scale, "good": scaler.good} if scaler else None,
             precision={name: str(dtype) for name, dtype in policy.items() if dtype is not None},
             aliases=system.aliases,

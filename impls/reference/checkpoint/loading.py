@@ -46,6 +46,7 @@ from shardproof.impls.reference.checkpoint.together import Together
 from shardproof.impls.reference.engine.averages import SLOT as AVERAGE
 from shardproof.impls.reference.engine.masters import SLOT as MASTER
 from shardproof.impls.reference.engine.optimizer import make_slots
+from shardproof.impls.reference.engine.state import draws
 from shardproof.impls.reference.parts.reducers import parameter_of, pieces_on, slot_of
 
 if TYPE_CHECKING:
@@ -311,14 +312,14 @@ class Loading:
     def notes(self) -> Iterator[str]:
         """The parts without a place here, as sentences; of per-rank state, that of this rank."""
         about, system = self.checkpoint.manifest.about, self.system
-        draws = [name for name in self.left_out if ("rng", name) in self.checkpoint.copies]
-        if draws:
-            ranks = len({name.rpartition("@")[2] for name in draws})
+        states = [name for name in self.left_out if ("rng", name) in self.checkpoint.copies]
+        if states and draws(system.module):
+            ranks = len({name.rpartition("@")[2] for name in states})
             yield (
                 f"random states of {ranks} saved ranks have no rank here and were left out: "
                 "dropout draws other masks than it would have"
             )
-        if others := [name for name in self.left_out if name not in draws]:
+        if others := [name for name in self.left_out if name not in states]:
             shown = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
             yield (
                 "this system has no place for a part of the saved state, which was left out: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, ste
     """Set every group's learning rate for optimizer step ``step`` (counted from 0)."""
     for group in optimizer.param_groups:
         group["lr"] = spec.lr_at(step) * group["lr_scale"]
+
+
+def as_data(spec: OptimizerSpec, steps_done: int) -> dict[str, Any]:
+    """``spec`` as a checkpoint keeps it.
+
+    A function, such as a schedule of the learning rate, is left out: ``lr`` is then the rate of the
+    last of ``steps_done`` updates.
+    """
+    names = [field.name for field in dataclasses.fields(spec)]
+    functions: dict[str, Any] = {n: None for n in names if callable(getattr(spec, n))}
+    # Replaced first: ``asdict`` would copy the object that a function belongs to.
+    data = dataclasses.asdict(dataclasses.replace(spec, **functions))
+    rate = {"lr": spec.lr_at(max(0, steps_done - 1))} if functions else {}
+    return {name: value for name, value in data.items() if name not in functions} | rate
 
 
 def set_weight_decay(optimizer: torch.optim.Optimizer, decay: float) -> None:

@@ -18,6 +18,7 @@ of a rank is a mean over its share of the batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,14 @@ from torch import Tensor
 from shardproof.axes import sharing
 from shardproof.contract import Refused
 from shardproof.impls.reference.engine.optimizer import set_learning_rate
+from shardproof.impls.reference.engine.rates import LoopOptimizer, follows_schedule
 from shardproof.impls.reference.engine.state import broadcast_tensors
 
 if TYPE_CHECKING:
     from shardproof.impls.reference.engine.engine import Engine
+
+#: Key of the learning rates in the ``extra`` of a checkpoint.
+_RATES = "learning_rates"
 
 
 class OwnLoop:
@@ -48,6 +53,20 @@ class OwnLoop:
         self.steps = self.forwards = 0
         self.is_final = False  # whether gradients are those that the optimizer gets
         self.norm: Tensor | None = None
+        self.whole_step = self.step  # what ``optimizer.step()`` runs
+
+    @cached_property
+    def optimizer(self) -> LoopOptimizer:
+        """The learning rates, which the loop sets from the first use of this on.
+
+        :raises ValueError: a schedule sets them.
+        """
+        return LoopOptimizer(self)
+
+    @property
+    def sets_rates(self) -> bool:
+        """Whether the loop sets learning rates."""
+        return "optimizer" in vars(self)
 
     # ------------------------------------------------------------------------------------ a step
 
@@ -123,6 +142,8 @@ class OwnLoop:
         if system.spec.clip_norm is not None and self.norm is None:
             self.clip(system.spec.clip_norm)
         set_learning_rate(system.optimizer, system.spec, self.steps)
+        if self.sets_rates:
+            self.optimizer.apply()
         system.set_decay(self.steps)
         system.update()
         self.steps = system.steps_done = self.steps + 1
@@ -158,10 +179,14 @@ class OwnLoop:
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Save into the root ``path``, and wait until it is committed; all ranks call it."""
-        self.system.save(path, extra).wait()
+        rates = {_RATES: self.optimizer.rates()} if self.sets_rates else {}
+        self.system.save(path, {**extra, **rates}).wait()
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Load the newest checkpoint of ``path``; the ``extra`` that was saved."""
-        extra = self.system.load(path)
+        extra = dict(self.system.load(path))
         self.steps = self.system.steps_done
+        # A schedule that was given at the start counts, as all hyperparameters do.
+        if (rates := extra.pop(_RATES, None)) and not follows_schedule(self.system.spec):
+            self.optimizer.restore(rates)
         return extra

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from shardproof.comm import Comm
 from shardproof.contract import Piece, Refused
@@ -42,6 +43,23 @@ def generators_of(module: nn.Module, device: torch.device) -> dict[str, torch.Ge
             if isinstance(value, torch.Generator):
                 found[f"{path}.{name}".lstrip(".")] = value
     return found
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether ``module`` has a part that draws random numbers when it trains.
+
+    Dropout counts if its share is above 0, as a module or as a number in an attribute that is named
+    after it.  A function that draws, without either, cannot be seen.
+    """
+    of_torch = nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d
+    for part in module.modules():
+        if isinstance(part, of_torch) or (isinstance(part, _DropoutNd) and part.p > 0):
+            return True
+        for name, value in vars(part).items():
+            is_share = "dropout" in name.lower() and isinstance(value, float | int) and value > 0
+            if is_share or isinstance(value, torch.Generator):
+                return True
+    return False
 
 
 #: The word under which strategies decline such models.
