@@ -6,21 +6,17 @@ python -m tools.pairs results/evidence/words docs/measured-pairs.md     between 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from shardproof.bench import lines as stored
 from shardproof.bench.lines import PairLine
 from shardproof.bench.subjects import LETTERS
 from shardproof.bench.tables import HEADINGS, interval, rows
-from shardproof.errors import InputError
-from shardproof.report import insert
-from shardproof.runs.integrity import require_unchanged
-from shardproof.runs.run_folder import Run, find_run, read
+from shardproof.runs.run_folder import Run
 from shardproof.table import Table
+from tools import pages
 
 BEGIN, END = "<!-- pairs:begin -->", "<!-- pairs:end -->"
 #: Columns of ``bench`` that the page shows, by the page's headings.
@@ -74,19 +70,7 @@ def _words(options: Mapping[str, Any], above: str = "") -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Put the pairs of a run into a page; exit code 2 if it cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m tools.pairs", description=main.__doc__)
-    parser.add_argument("run", metavar="RUN", help="run folder or id")
-    parser.add_argument("page", metavar="PAGE", type=Path, help="a page with the markers")
-    given = parser.parse_args(arguments)
-    try:
-        folder = find_run(given.run)
-        require_unchanged(folder)
-        insert(section(read(folder)), given.page, BEGIN, END)
-    except InputError as error:
-        print(*error.problems, sep="\n", file=sys.stderr)
-        return 2
-    print(f"{given.page}: pairs of run {folder.name}")
-    return 0
+    return pages.main("pairs", "pairs", section, (BEGIN, END), arguments)
 
 
 if __name__ == "__main__":

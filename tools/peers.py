@@ -9,21 +9,18 @@ the command line, is no table of every strategy.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from shardproof.bench import lines as stored
 from shardproof.bench import sides, stats
 from shardproof.bench.lines import Memory, PairLine
 from shardproof.bench.subjects import Pair
 from shardproof.bench.tables import interval
-from shardproof.errors import InputError, Problem, SelectionError
-from shardproof.report import insert
-from shardproof.runs.integrity import require_unchanged
-from shardproof.runs.run_folder import Run, find_run, read
+from shardproof.errors import Problem, SelectionError
+from shardproof.runs.run_folder import Run
 from shardproof.table import Table, some
+from tools import pages
 
 BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
 #: What the table is made of: every reference strategy has its pair there.
@@ -151,19 +148,7 @@ def _span(values: Sequence[int]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Put the table of a run into a page; exit code 2 if the run has none."""
-    parser = argparse.ArgumentParser(prog="python -m tools.peers", description=main.__doc__)
-    parser.add_argument("run", metavar="RUN", help="run folder or id")
-    parser.add_argument("page", metavar="PAGE", type=Path, help="a page with the markers")
-    given = parser.parse_args(arguments)
-    try:
-        folder = find_run(given.run)
-        require_unchanged(folder)
-        insert(section(read(folder)), given.page, BEGIN, END)
-    except InputError as error:
-        print(*error.problems, sep="\n", file=sys.stderr)
-        return 2
-    print(f"{given.page}: table of peers of run {folder.name}")
-    return 0
+    return pages.main("peers", "table of peers", section, (BEGIN, END), arguments)
 
 
 if __name__ == "__main__":

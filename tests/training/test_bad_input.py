@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,30 @@ def test_shared_parameters_stay_shared(strategy: str) -> None:
         torch.testing.assert_close(result.state[name], value.detach(), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
+def test_the_state_of_a_loop_has_the_names_that_torch_has(strategy: str) -> None:
+    class Buffered(Shared):
+        """Besides a weight under two names, a buffer that torch saves and one that it does not."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kept", torch.ones(2))
+            self.register_buffer("derived", torch.ones(2), persistent=False)
+
+    plain = Buffered()
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+
+    def program(world: World) -> dict[str, torch.Tensor]:
+        return shardproof.wrap(copy.deepcopy(plain), strategy).state_dict()
+
+    for state in on(2, program):
+        assert list(state) == list(expected)
+        assert state["one.weight"] is state["two.weight"]
+        for name, value in expected.items():
+            assert torch.equal(state[name], value), name
+        Buffered().load_state_dict(state)
+
+
 def test_data_that_is_too_short_or_read_by_all_threads() -> None:
     with pytest.raises(ValueError, match=r"ended after 3 of 9 steps: give a DataLoader or a list"):
         made(iter(batches(3))).run(9, ranks=1)
@@ -156,11 +181,17 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         on(2, lambda world: shardproof.wrap(model(), "ddp").load(tmp_path / "nothing"))
 
 
-def test_a_resume_on_other_ranks_warns_once(tmp_path: Path) -> None:
-    made().strategy("zero1").checkpoint(tmp_path).run(2, ranks=2)
-    with pytest.warns(CheckpointWarning, match="random states of 2 saved ranks") as told:
-        made().strategy("zero1").checkpoint(tmp_path).run(4, ranks=3)
-    assert len([one for one in told if one.category is CheckpointWarning]) == 1
+def test_a_resume_on_other_ranks_warns_once_if_the_model_has_dropout(tmp_path: Path) -> None:
+    for share in (0.0, 0.5):
+        own = nn.Sequential(nn.Dropout(share), *model())
+        built = Training(own, LOSS, loader()).backend("in_memory").strategy("zero1")
+        built.checkpoint(tmp_path / f"{share}").run(2, ranks=2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            built.run(4, ranks=3)
+        said = [str(one.message) for one in told if one.category is CheckpointWarning]
+        assert len(said) == (share > 0)
+        assert all("random states of 2 saved ranks" in one for one in said)
 
 
 def test_what_wrap_refuses() -> None:
@@ -292,6 +323,14 @@ def test_a_plain_model_gets_a_remedy_where_names_of_layers_decide(
     built = made().backend("gloo").strategy(strategy, mesh, accumulate=2)
     with pytest.raises(ValueError, match=r"choose pytorch/tensor_plan .* or reference/tensor with"):
         built.run(1)
+
+
+def test_the_pipeline_of_picotron_refuses_a_model_whose_width_it_cannot_read() -> None:
+    from shardproof.impls.ecosystem.picotron_pipeline import PicotronPipeline
+
+    # Before it calls picotron, so this needs no checkout of it.
+    with pytest.raises(ValueError, match=r"'embed.position.weight', and this Sequential has no"):
+        PicotronPipeline().shard(model())
 
 
 def test_a_missing_package_is_told_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:

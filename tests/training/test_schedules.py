@@ -150,7 +150,7 @@ def test_a_function_decides_alone() -> None:
     def program(world: World) -> None:
         for how in ({"lr": cosine}, {"lr": LR, "arguments": {"warmup": 2}}):
             wrapped = shardproof.wrap(model(), "ddp", **how)  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match="follows the schedule.*give a number as lr"):
+            with pytest.raises(ValueError, match=r"follows the schedule.*give a number as lr"):
                 wrapped.set_lr(0.1)
             with pytest.raises(ValueError, match="follows the schedule"):
                 lr_scheduler.StepLR(wrapped.optimizer, 1)
@@ -318,7 +318,7 @@ def test_rates_that_a_loop_must_not_set() -> None:
     def program(world: World) -> None:
         wrapped = shardproof.wrap(model(), "zero1", lr=LR)
         for rate in (-1.0, float("nan"), "0.1", True, None):
-            with pytest.raises(ValueError, match="lr = .*: give a finite number of at least 0"):
+            with pytest.raises(ValueError, match=r"lr = .*: give a finite number of at least 0"):
                 wrapped.set_lr(rate)  # type: ignore[arg-type]
         assert wrapped.optimizer.param_groups[0]["lr"] == LR
         with pytest.raises(ValueError, match="takes no closure: run forward and backward"):

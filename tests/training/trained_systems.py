@@ -2,9 +2,11 @@
 
     tests/training/trained_systems.py:built_zero2     set up by Training, steps of the strategy
     tests/training/trained_systems.py:looped_zero2    under wrap, in a loop of the user's own
+    tests/training/trained_systems.py:late_zero2      built, with rates one step late: a fault
 
-The part behind ``built_`` or ``looped_`` is the name of a strategy of the suite.  Each is that
-strategy's own class with another set-up or step, so what it is held to is the same.
+The part behind the first word is the name of a strategy of the suite.  Each is that strategy's own
+class with another set-up or step, so what it is held to is the same.  A warm-up of the case is
+given as a user gives a schedule: ``Training`` gets a function, and the loop sets each rate.
 """
 
 from __future__ import annotations
@@ -39,9 +41,21 @@ _UNSCALED = {"loss_scale": "a loop of one's own multiplies its losses itself"}
 
 def __getattr__(name: str) -> Any:
     kind, _, strategy = name.partition("_")
-    if kind not in ("built", "looped") or not strategy:
+    if kind not in ("built", "looped", "late") or not strategy:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return (_built if kind == "built" else _looped)(name, strategy)
+    return _looped(name, strategy) if kind == "looped" else _built(name, strategy, kind == "late")
+
+
+def _hyperparameters(spec: OptimizerSpec, late: bool) -> dict[str, Any]:
+    """Arguments of ``Training.optimizer``."""
+    assert not spec.groups and spec.scaler is None, "Training has neither"
+
+    def rate(step: int) -> float:
+        return spec.lr_at(max(0, step - late))
+
+    own = {name: value for name, value in spec.arguments.items() if name != "lr"}
+    lr = rate if spec.warmup_steps else spec.lr
+    return {"lr": lr, "clip": spec.clip_norm, "weight_decay": spec.weight_decay, **own}
 
 
 def _filled(build: Build, state: Mapping[str, Tensor] | None, device: str) -> nn.Module:
@@ -60,7 +74,7 @@ def _class(name: str, parent: Any, **body: Any) -> Any:
 
 
 @cache
-def _built(name: str, strategy: str) -> Any:
+def _built(name: str, strategy: str, late: bool) -> Any:
     parent: Any = registry.load(named(strategy))
 
     def capabilities(cls: Any, options: Options) -> Capabilities:
@@ -83,7 +97,7 @@ def _built(name: str, strategy: str) -> Any:
             stages=build.stage,
             roles=build.roles,
         ).strategy(strategy, mesh.axes, **options)
-        training._optimizer = optimizer
+        training.optimizer(optimizer.kind, **_hyperparameters(optimizer, late))
         plan = training.plan(mesh.world, capabilities_of(named(strategy), options))
         given = None if state is None else plan.model.state
         parent.setup(self, plan.model, given, plan.optimizer, mesh, plan.options)
@@ -131,9 +145,10 @@ def _looped(name: str, strategy: str) -> Any:
         model = _filled(build, state, mesh.device)
         user = UserModel(model, None, units=build.units, roles=build.roles, in_place=True)
         user.loss = build.loss  # type: ignore[method-assign]  # of evaluations
-        parent.setup(
-            self, user, user.state if state is not None else None, optimizer, mesh, options
-        )
+        constant = replace(optimizer, warmup_steps=0)
+        given = user.state if state is not None else None
+        parent.setup(self, user, given, constant, mesh, options)
+        self.rate_at = optimizer.lr_at if optimizer.warmup_steps else None
         # The workload's losses are shares of the global batch's: gradients are sums.
         self.loop = self.own_loop_type(self, mean=False)
         self.loss_of_user = build.loss
@@ -152,6 +167,8 @@ def _looped(name: str, strategy: str) -> Any:
         if self.spec.clip_norm is not None:
             norm = loop.clip(self.spec.clip_norm)
             observe("after_clip")
+        if self.rate_at is not None:
+            loop.optimizer.set_lr(self.rate_at(batch.step))
         loop.update()
         observe("after_update")
         loop.end_step()

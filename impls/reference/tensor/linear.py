@@ -16,7 +16,7 @@ whose layers have roles.
 
 from __future__ import annotations
 
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +59,19 @@ class _Split(nn.Module):
 
     dim: int
 
-    def __init__(self, whole: nn.Linear, group: Comm) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Comm,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _require(self, group, in_features=in_features, out_features=out_features)
         super().__init__()
         self.group = group
+        whole = nn.Linear(in_features, out_features, bias, group.device, dtype)
         self.in_features, self.out_features = whole.in_features, whole.out_features
         features = "input features" if self.dim else "output features"
         [block] = even(type(self).__name__, whole.weight.shape[self.dim], features, group)
@@ -80,9 +90,8 @@ class _Split(nn.Module):
     def of(cls, whole: nn.Linear, **kind: Any) -> Self:
         """The layer with the values of ``whole`` on the first rank; ``kind`` as for the class."""
         _require_kind(cls, whole, nn.Linear)
-        bias, make = whole.bias is not None, cast("Any", cls)
-        kind = {"dtype": whole.weight.dtype, **kind}
-        layer: Self = make(whole.in_features, whole.out_features, bias, **kind)
+        sizes = whole.in_features, whole.out_features, whole.bias is not None
+        layer = cls(*sizes, **{"dtype": whole.weight.dtype, **kind})
         layer.take(whole)
         return layer
 
@@ -103,23 +112,14 @@ class _Split(nn.Module):
 class ColumnParallelLinear(_Split):
     """Computes ``x W^T + b`` with the output features split: each rank has its part of the result.
 
-    ``gather_output``: every rank gets the whole result, which costs one more message.
+    Arguments are those of ``nn.Linear`` and ``group``.  ``gather_output``: every rank gets the whole
+    result, which costs one more message.
     """
 
     dim = 0
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        group: Comm,
-        gather_output: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        _require(self, group, in_features=in_features, out_features=out_features)
-        super().__init__(nn.Linear(in_features, out_features, bias, group.device, dtype), group)
+    def __init__(self, *sizes: Any, gather_output: bool = False, **how: Any) -> None:
+        super().__init__(*sizes, **how)
         self.gather_output = gather_output
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -131,24 +131,14 @@ class ColumnParallelLinear(_Split):
 class RowParallelLinear(_Split):
     """Computes ``x W^T + b`` with the input features split; every rank has the whole result.
 
-    ``input_is_split``: each rank gives its part of the inputs, as a column-parallel layer leaves
-    it; else all of them.
+    Arguments are those of ``nn.Linear`` and ``group``.  ``input_is_split``: each rank gives its part
+    of the inputs, as a column-parallel layer leaves it; else all of them.
     """
 
     dim = 1
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        group: Comm,
-        input_is_split: bool = True,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        _require(self, group, in_features=in_features, out_features=out_features)
-        super().__init__(nn.Linear(in_features, out_features, bias, group.device, dtype), group)
+    def __init__(self, *sizes: Any, input_is_split: bool = True, **how: Any) -> None:
+        super().__init__(*sizes, **how)
         self.input_is_split = input_is_split
 
     def forward(self, inputs: Tensor) -> Tensor:
