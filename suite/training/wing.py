@@ -4,4 +4,11 @@ from __future__ import annotations
 
 from shardproof.wings import Wing
 
-WING = Wing()
+
+class TrainingWing(Wing):
+    """No command: only a line of help."""
+
+    examples = ("from shardproof import Training, wrap, join      train: docs/tutorial-train.md",)
+
+
+WING = TrainingWing()

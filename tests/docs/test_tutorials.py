@@ -16,6 +16,7 @@ TUTORIALS = {
     "tutorial-script": 7,
     "tutorial-gate": 10,
     "tutorial-train": 6,
+    "train-settings": 8,
     "tutorial-zero2": 2,
     "tutorial-scaling": 3,
 }

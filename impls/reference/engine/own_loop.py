@@ -38,6 +38,22 @@ if TYPE_CHECKING:
 _RATES = "learning_rates"
 
 
+def require_string_keys(extra: Any) -> None:
+    """Raise if a mapping in ``extra`` has a key that JSON would turn into a string.
+
+    :raises ValueError: it has one.
+    """
+    if isinstance(extra, Mapping):
+        if odd := [key for key in extra if not isinstance(key, str)]:
+            raise ValueError(
+                f"save: a dictionary has the key {odd[0]!r}, which a checkpoint would return as "
+                f"{str(odd[0])!r}: use strings as keys (of a MultiStepLR leave 'milestones' out)"
+            )
+        extra = [*extra.values()]
+    for one in extra if isinstance(extra, list | tuple) else ():
+        require_string_keys(one)
+
+
 class OwnLoop:
     """Drives ``system``, which is set up.
 
@@ -179,6 +195,7 @@ class OwnLoop:
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Save into the root ``path``, and wait until it is committed; all ranks call it."""
+        require_string_keys(extra)
         rates = {_RATES: self.optimizer.rates()} if self.sets_rates else {}
         self.system.save(path, {**extra, **rates}).wait()
 

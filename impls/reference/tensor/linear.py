@@ -131,8 +131,8 @@ class ColumnParallelLinear(_Split):
 class RowParallelLinear(_Split):
     """Computes ``x W^T + b`` with the input features split; every rank has the whole result.
 
-    Arguments are those of ``nn.Linear`` and ``group``.  ``input_is_split``: each rank gives its part
-    of the inputs, as a column-parallel layer leaves it; else all of them.
+    Arguments are those of ``nn.Linear`` and ``group``.  ``input_is_split``: each rank gives its
+    part of the inputs, as a column-parallel layer leaves it; else all of them.
     """
 
     dim = 1
