@@ -164,7 +164,13 @@ class RankTraining:
                 f"{saves.folder} holds checkpoints of another run, and resume=False: name a new "
                 "folder, or resume"
             )
-        step: int = self.system.load(saves.folder)["data"]["step"]
+        data = self.system.load(saves.folder).get("data", {})
+        if "step" not in data:
+            raise ValueError(
+                f"{saves.folder} holds a checkpoint that Training did not save, so the position in "
+                "the data is unknown: name a new folder, or load it with shardproof.wrap"
+            )
+        step: int = data["step"]
         self.saved = saves.folder
         return step
 

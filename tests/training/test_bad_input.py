@@ -181,6 +181,12 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         on(2, lambda world: shardproof.wrap(model(), "ddp").load(tmp_path / "nothing"))
 
 
+def test_a_checkpoint_of_a_loop_is_no_checkpoint_of_a_training(tmp_path: Path) -> None:
+    on(2, lambda world: shardproof.wrap(model(), "zero1").save(tmp_path, step=3))
+    with pytest.raises(ValueError, match=r"Training did not save.*load it with shardproof\.wrap"):
+        made().strategy("zero1").checkpoint(tmp_path).run(4, ranks=2)
+
+
 def test_a_resume_on_other_ranks_warns_once_if_the_model_has_dropout(tmp_path: Path) -> None:
     for share in (0.0, 0.5):
         own = nn.Sequential(nn.Dropout(share), *model())
