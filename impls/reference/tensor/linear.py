@@ -112,8 +112,8 @@ class _Split(nn.Module):
 class ColumnParallelLinear(_Split):
     """Computes ``x W^T + b`` with the output features split: each rank has its part of the result.
 
-    Arguments are those of ``nn.Linear`` and ``group``.  ``gather_output``: every rank gets the whole
-    result, which costs one more message.
+    Arguments are those of ``nn.Linear`` and ``group``.  ``gather_output``: every rank gets the
+    whole result, which costs one more message.
     """
 
     dim = 0
