@@ -126,6 +126,8 @@ def shorten(text: str, limit: int = 80) -> str:
 def nearest(value: str, valid: Iterable[str], noun: str = "valid names") -> str:
     """A remedy that names the nearest of ``valid``, or lists them if none is near."""
     names = sorted(set(valid))
+    if len(several := value.split(",")) > 1 and {*several} & {*names}:
+        return f"give one name; for several repeat the option, or call again: {' '.join(several)}"
     close = difflib.get_close_matches(value[:200].lower(), [n.lower() for n in names], 1, 0.55)
     if close:
         return f"did you mean {next(n for n in names if n.lower() == close[0])}?"

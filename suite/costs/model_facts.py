@@ -111,6 +111,8 @@ class ModelFacts(Stored):
     (``"4x16"``) to the elements of what each unit but the last one gives for it.
 
     ``terms``: bytes of the statistics of each loss term that spans the global batch.
+    ``completed``: trained parameters in the order in which backward completes their gradients
+    (empty: the reverse of their registration).
     """
 
     axes: Mapping[str, int]
@@ -137,6 +139,7 @@ class ModelFacts(Stored):
     label_smoothing: float | None = None
     evaluated: bool = False
     terms: tuple[int, ...] = ()
+    completed: tuple[str, ...] = ()
 
     @property
     def world(self) -> int:
@@ -323,6 +326,7 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
             if term.scope == "global"
         ),
         steps=case.steps,
+        completed=workload.found.completed,
         calls={
             f"{name}.{child}": count
             for name, module in model.named_modules()

@@ -177,24 +177,43 @@ class Zero2(Zero1):
         return flat.shard_bytes(self.facts.reduction(flat.dtype))
 
     def peaks(self, rank: int, phase: str, step: int) -> dict[str, Bound]:
-        """During backward at most three buckets hold whole gradients: the one being reduced, the
-        one filling and the next one begun; plus the shard that receives the sum.  A bucket that
-        waits for a late, tied or unused parameter blocks every bucket behind it.
+        """During backward the buckets that hold whole gradients, the shard that receives a sum, and
+        what the rounds of one reduction receive.
         """
         facts, bounds = self.facts, super().peaks(rank, phase, step)
         if phase != "backward":
             return bounds
-        held_up = any(not t.in_every_backward or len(t.owners) > 1 for t in facts.trainable)
-        if held_up or facts.shards == 1:
-            return {"gradients": bounds["gradients"]}
-        sizes = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.flats]
-        #     bucket      1  2  3  4  5          filled from the left
-        #     state       r  f  b                r: being reduced, f: filling, b: next, begun
-        whole = sorted(sizes, reverse=True)[:3]
         shard = max(map(self.kept_bytes, self.flats), default=0)
-        high = sum(whole) + shard + self.communication_at_rest(rank, step)
+        high = self.whole_at_once + shard + self.communication_at_rest(rank, step)
         high += max(scratch_of(facts, self.flats), default=0)
         return bounds | {"communication": Bound(0, high)}
+
+    @cached_property
+    def whole_at_once(self) -> int:
+        """Most bytes of buckets that hold whole gradients: at least three, and those that wait for
+        a gradient of a bucket before them.
+        """
+        #     bucket      1  2  3  4  5          sent from the left
+        #     state       r  f  b                r: being reduced, f: filling, b: next, begun
+        #     held up     .  r  h  w  w          h: lacks a gradient; w: full, and sent after h
+        facts, flats = self.facts, self.flats
+        sizes = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in flats]
+        bucket = {t.name: n for n, flat in enumerate(flats) for t in flat.members}
+        missing = [{t.name for t in flat.members} for flat in flats]
+        # Without an order it is not known where a tied parameter is used first, and so completed.
+        tied = {t.name for t in facts.trainable if len(t.owners) > 1 and not facts.completed}
+        late = tied | {t.name for t in facts.trainable if not t.in_every_backward}
+        waiting, sent, most = set[int](), 0, sum(sorted(sizes, reverse=True)[:3])
+        for name in (name for name in facts.completed or bucket if name in bucket):
+            waiting.add(bucket[name])
+            reduced = sizes[sent - 1] if sent else 0
+            most = max(most, reduced + sum(sizes[number] for number in waiting))
+            missing[bucket[name]] -= {name} - late
+            while sent < len(flats) and not missing[sent]:
+                waiting.discard(sent)
+                sent += 1
+        # What backward has left is sent at its end, a bucket of no gradient at all among them.
+        return max(most, sum(sizes[max(sent - 1, 0) :]) if sent < len(flats) else 0)
 
 
 class Zero3(CostModel):

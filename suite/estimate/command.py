@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import json
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from shardproof import axes, strategies
+from shardproof import axes, registry, strategies
 from shardproof.commands.console import echo, is_json, make_console
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.table import Table
 
-#: Bytes of a unit of memory.
+#: Bytes of a unit of memory, in lower case.
 _UNITS = {
     f"{letter}{kind}": base**power
-    for power, letter in enumerate("KMGTP", 1)
-    for kind, base in (("B", 1000), ("iB", 1024))
+    for power, letter in enumerate("kmgtp", 1)
+    for kind, base in (("b", 1000), ("ib", 1024))
 }
+_MOST_MEMORY = 10**18
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)\Z")
 
 
@@ -29,21 +32,25 @@ def memory_of(text: str) -> int:
     :raises SelectionError: no number with a unit.
     """
     found = _MEMORY.match(text.strip())
-    units = {name.lower(): size for name, size in _UNITS.items()}
-    if found is None or found[2].lower() not in units:
-        number = re.sub(r"[^\d.]", "", text) or "80"
+    size = float(found[1]) * _UNITS.get(found[2].lower(), 0) if found else 0
+    if not 0 < size < _MOST_MEMORY:
+        plain = re.match(r"([1-9]\d{0,5}(?:\.\d+)?) ?[A-Za-z]?\Z", text.strip())
+        number = plain[1] if plain else "80"
         remedy = f"write {number}GB (10^9 bytes) or {number}GiB (2^30 bytes)"
-        raise SelectionError(Problem("an amount of memory needs a unit", remedy, text))
-    return int(float(found[1]) * units[found[2].lower()])
+        what = "an amount of memory needs a unit" if plain else "no amount of memory"
+        raise SelectionError(Problem(what, remedy, text))
+    return int(size)
 
 
-def _assigned(given: list[str] | None, option: str) -> dict[str, Any]:
-    """``KEY=VALUE`` words; values are JSON, or else words."""
+def _assigned(given: list[str] | None, option: str, example: str) -> dict[str, Any]:
+    """``KEY=VALUE`` words, as in ``example``; values are JSON, or else words."""
     values: dict[str, Any] = {}
     for text in given or ():
         key, sign, value = text.partition("=")
         if not (key and sign):
-            raise SelectionError(Problem(f"{option} is not KEY=VALUE", "write e.g. a=1", text))
+            raise SelectionError(Problem(f"{option} is not KEY=VALUE", f"write {example}", text))
+        if key in values:
+            raise SelectionError(Problem(f"{option} has {key} twice", "give it once", text))
         try:
             values[key] = json.loads(value)
         except ValueError:
@@ -52,7 +59,7 @@ def _assigned(given: list[str] | None, option: str) -> dict[str, Any]:
 
 
 def _mesh(text: str) -> dict[str, int]:
-    found = _assigned([part for part in text.split(",") if part], "--mesh")
+    found = _assigned([part for part in text.split(",") if part], "--mesh", "shard=8")
     for name in found:
         if name not in axes.names():
             raise SelectionError(Problem("unknown axis", nearest(name, axes.names(), "axes"), name))
@@ -65,9 +72,7 @@ def estimate(
     ] = "",
     impl: Annotated[
         list[str] | None,
-        typer.Option(
-            "--impl", metavar="P", help="implementations or strategies (default: several)"
-        ),
+        typer.Option("--impl", metavar="P", help="glob on implementations or strategies"),
     ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="ranks")] = None,
     memory: Annotated[
@@ -96,9 +101,7 @@ def estimate(
     ] = "none",
     option: Annotated[
         list[str] | None,
-        typer.Option(
-            "--option", metavar="K=V", help="option of the implementation, e.g. offload=optimizer"
-        ),
+        typer.Option("--option", metavar="K=V", help="option of --impl, e.g. offload=optimizer"),
     ] = None,
     models: Annotated[bool, typer.Option("--models", help="list the models and end")] = False,
 ) -> None:
@@ -119,10 +122,14 @@ def estimate(
     """
     from shardproof.estimate import shapes
 
+    if not (models or model) and (impl or gpus or memory or mesh or option):
+        remedy = "give a name of `shardproof estimate --models`, or a size such as 7.5b"
+        raise SelectionError(Problem("MODEL is missing", remedy))
     if models or not model:
+        elements = [sum(t.numel for t in shapes.tensors(s, "")) for s in shapes.models().values()]
         rows = [
-            (s.name, f"{_elements(s):,}", str(s.layers), str(s.hidden), str(s.heads))
-            for s in shapes.models().values()
+            (s.name, f"{n:,}", str(s.layers), str(s.hidden), str(s.heads))
+            for s, n in zip(shapes.models().values(), elements, strict=True)
         ]
         headings = ("model", "parameters", "layers", "hidden", "heads")
         return make_console().print(Table("Models", headings, rows, align="lrrrr"))
@@ -136,19 +143,21 @@ def estimate(
     if again not in ("none", "selective") and not (isinstance(again, int) and again > 0):
         remedy = nearest(recompute, ("none", "selective"), "a number of layers, or")
         raise SelectionError(Problem("unknown --recompute", remedy, recompute))
-    options = _assigned(option, "--option")
+    options = _assigned(option, "--option", "offload=optimizer")
     if isinstance(again, int):
         options["recompute_every"] = again
-    found = []
-    for name in impl or _usual(axes_given):
+
+    def one(name: str) -> figures.Estimate:
         strategy = strategy_of(name, options)
         where = figures.mesh_of(strategy, gpus, axes_given)
-        found.append(
-            figures.of_shape(shape, strategy, where, accounting, work, options, again, name)
-        )
+        return figures.of_shape(shape, strategy, where, accounting, work, options, again, name)
+
+    found, left_out = _each(impl or [], _usual(axes_given), one)
     if is_json():
         return make_console().print(_exact(found, most))
     console = make_console()
+    if left_out:
+        echo(f"left out: {', '.join(left_out)}; --impl {left_out[0]} says why")
     if len(found) == 1:
         console.print(found[0].table())
         if most is not None:
@@ -157,18 +166,40 @@ def estimate(
     return console.print(_together(found, most, shapes.accountings()[accounting]["says"]))
 
 
-def _elements(shape: Any) -> int:
-    from shardproof.estimate.shapes import tensors
-
-    return sum(t.numel for t in tensors(shape, "float32"))
-
-
 def _usual(mesh: dict[str, int]) -> list[str]:
     """The strategies that are shown where none is named: those that the axes of the mesh allow."""
     known = strategies.TEXTBOOK.values()
     if axes.dividing(mesh):
         return [s.name for s in known if {*mesh} <= {*s.axes}]
     return [s.name for s in known if s.serves_data_axes and s.axes and {*mesh} <= {*s.axes}]
+
+
+def _each(
+    given: list[str], usual: list[str], one: Callable[[str], Any]
+) -> tuple[list[Any], list[str]]:
+    """The estimates of the systems ``given`` by name or glob (none: the ``usual`` ones), and which
+    of those that no exact name asks for have none.
+
+    :raises SelectionError: one that is named exactly has none, or all have none.
+    """
+    is_exact = given and not any(sign in pattern for pattern in given for sign in "*?[")
+    if given and not is_exact:
+        known = [*strategies.names(), *registry.names()]
+        given = [name for pattern in given for name in fnmatch.filter(known, pattern) or [pattern]]
+    found, left_out = [], dict[str, SelectionError]()
+    for name in dict.fromkeys(given or usual):
+        try:
+            found.append(one(name))
+        except SelectionError as error:
+            if is_exact:
+                raise
+            left_out[name] = error
+    if len({*map(str, left_out.values())}) == 1 and not found:
+        raise next(iter(left_out.values()))
+    if not found:
+        remedy = "choose a strategy with --impl, which says what does not fit"
+        raise SelectionError(Problem("no strategy fits this mesh and these options", remedy))
+    return found, [*left_out]
 
 
 def _together(found: list[Any], memory: int | None, says: str) -> Table:
@@ -181,8 +212,9 @@ def _together(found: list[Any], memory: int | None, says: str) -> Table:
         sizes = ["-" if n is None else f"{n / 1e9:,.2f}" for _, n in one.parts()]
         sent = "-" if one.sent is None else f"{one.sent / 1e9:,.2f}"
         rows.append((one.implementation, *sizes[: len(parts)], sent, fits(one, memory)))
-    shown = f"{found[0].model}, GB on the fullest rank of {_world(found[0])}"
-    notes = (f"{found[0].accounting}: {says}", "sent: GB that each rank sends a step")
+    shown = f"{found[0].on_ranks()}, GB on the fullest rank"
+    bytes_of = f"{found[0].accounting}: {says}"
+    notes = (*found[0].notes, bytes_of, "sent: GB that each rank sends a step")
     return Table(
         shown,
         ("strategy", *parts, "sent", "memory"),
@@ -203,7 +235,3 @@ def _exact(found: list[Any], memory: int | None) -> Table:
     ]
     rows = [[str("" if value is None else value) for value in each.values()] for each in plain]
     return Table("Estimates in bytes", tuple(plain[0]), rows)
-
-
-def _world(one: Any) -> str:
-    return " x ".join(f"{name} {size}" for name, size in one.mesh.items())

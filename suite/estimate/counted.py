@@ -12,7 +12,7 @@ saved first, and by how ranks of a tensor axis share it:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -44,6 +44,8 @@ class Forward:
         self.outputs: Counter[int] = Counter()
         #: Why it could not run; empty: it did.
         self.problem = ""
+        #: Trained parameters in the order in which backward would complete their gradients.
+        self.completed: tuple[str, ...] = ()
         state, given = _on_meta(model, inputs, facts)
         self._own = {_key(t) for t in nested_tensors((state, given))}
         try:
@@ -52,6 +54,7 @@ class Forward:
         except Exception as error:  # noqa: BLE001 - the model is the user's
             self.problem = f"its forward on the device meta raised {type(error).__name__}: {error}"
         else:
+            self.completed = _completed(result, {id(t): name for name, t in state.items()})
             del result
 
     def units(self) -> tuple[list[Unit], tuple[float, float]]:
@@ -138,6 +141,25 @@ def _on_meta(
         for x in inputs
     )
     return state, given
+
+
+def _completed(result: Any, names: Mapping[int, str]) -> tuple[str, ...]:
+    """Names of the parameters that ``result`` depends on, those that forward used last first."""
+    first: dict[str, int] = {}
+    nodes = [t.grad_fn for t in nested_tensors(result) if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        for inner, _ in node.next_functions:
+            if hasattr(inner, "variable"):
+                # Backward goes from the last operation to the first: the gradient of a tied
+                # parameter is complete when it has come to the first use.
+                name, number = names.get(id(inner.variable), ""), node._sequence_nr()
+                first[name] = min(number, first.get(name, number))
+            elif inner is not None and inner not in seen:
+                seen.add(inner)
+                nodes.append(inner)
+    return tuple(sorted(first.keys() - {""}, key=lambda name: -first[name]))
 
 
 def _key(tensor: Tensor) -> int:

@@ -37,9 +37,10 @@ class Estimate:
     """Bytes of the rank that holds most, and bytes that each rank sends in a step on average.
 
     ``communication`` is the most that gathered units, buckets and what collectives receive take at
-    once.  ``host``: what offload keeps in host memory.  ``activations`` is ``None`` where the
-    layers are not known; ``total`` is then without them.  ``kept`` are those that are there when
-    forward ends: fewer where layers are computed again.  ``sent`` is ``None`` without a formula.
+    once.  ``host``: what offload keeps in host memory.  Where the layers are not known, neither
+    that nor ``activations`` is: both are ``None``, and ``total`` is without them.  ``kept`` are the
+    activations that are there when forward ends: fewer where layers are computed again.  ``sent``
+    is ``None`` without a formula.
     """
 
     model: str
@@ -52,7 +53,7 @@ class Estimate:
     masters: int
     gradients: int
     optimizer_state: int
-    communication: int
+    communication: int | None
     activations: int | None
     kept: int | None
     host: int
@@ -69,7 +70,7 @@ class Estimate:
     @property
     def total(self) -> int:
         """State, activations and communication together."""
-        return self.state + self.communication + (self.activations or 0)
+        return self.state + (self.communication or 0) + (self.activations or 0)
 
     @property
     def ratio(self) -> Fraction:
@@ -80,12 +81,18 @@ class Estimate:
         """Every part with its bytes a parameter."""
         rows = [(name, size) for name, size in self.parts() if size is not None]
         lines = [(name, _size(n), f"{n / self.elements:.2f}") for name, n in rows]
-        title = f"{self.model} on {math.prod(self.mesh.values())} ranks, {self.implementation}"
+        title = f"{self.on_ranks()}, {self.implementation}"
         headings = ("on the fullest rank", "GB", "bytes a parameter")
         says = str(accountings().get(self.accounting, {}).get("says", "as the model is built"))
         less = f"{float(self.ratio):.2f}x less state than full replication"
-        notes = (f"{self.accounting}: {says}", less, *self.traffic(), *self.notes, self.source)
+        sent = () if self.sent is None else (f"each rank sends {_size(self.sent)} GB a step",)
+        notes = (f"{self.accounting}: {says}", less, *sent, *self.notes, self.source)
         return Table(title, headings, lines, notes=notes, align="lrr")
+
+    def on_ranks(self) -> str:
+        """The model and the number of ranks, in words."""
+        ranks = math.prod(self.mesh.values())
+        return f"{self.model} on {ranks:,} rank{'s' * (ranks > 1)}"
 
     def parts(self) -> Iterator[tuple[str, int | None]]:
         """Each part by its name."""
@@ -93,11 +100,6 @@ class Estimate:
         for name in (*names, "communication", "activations", "total", "host"):
             if name != "host" or self.host:
                 yield name.replace("_", " "), getattr(self, name)
-
-    def traffic(self) -> Iterator[str]:
-        """The bytes that a step sends, in a sentence."""
-        if self.sent is not None:
-            yield f"each rank sends {_size(self.sent)} GB a step"
 
     def __str__(self) -> str:
         table = self.table()
@@ -161,18 +163,22 @@ def of_shape(
     if isinstance(recompute, int):
         options["recompute_every"] = recompute
     facts = facts_of(shape, mesh, options, accounting, batch)
-    kept = None
+    kept, tokens = None, batch.samples * (batch.positions or shape.seq)
     if shape.layers:
         sequence = bool(options.get("sequence_parallel", False))
         how = activations.Setting(itemsize(facts), facts.parts("widths"), sequence, recompute)
-        tokens = batch.samples * (batch.positions or shape.seq)
         one = activations.of_layer(shape, batch, how), float(how.item * tokens * shape.hidden)
         units = [activations.Unit(*one)] * shape.layers
         kept = kept_of(facts, units, activations.of_ends(shape, batch, how), recompute)
-    elif facts.parts("widths") > 1 or facts.parts("layers") > 1:
-        what = f"{shape.name} gives no layers that ranks could split, only a size"
+    elif facts.parts("widths") * facts.parts("layers") > 1 or recompute != activations.NONE:
+        what = f"{shape.name} is a size: it has no layers that can be split or computed again"
         raise SelectionError(Problem(what, "name a model, e.g. 7b", shape.name))
-    return estimated(facts, shape.name, strategy, accounting, kept, implementation)
+    found = estimated(facts, shape.name, strategy, accounting, kept, implementation)
+    about = f"{shape.layers} layers of width {shape.hidden:,}, {tokens:,} positions a micro-batch"
+    if not shape.layers:
+        about = "no layers, so communication and activations are not counted; a model has them"
+        found = replace(found, communication=None)
+    return replace(found, notes=(f"{shape.name}: {found.elements:,} parameters, {about}",))
 
 
 def kept_of(
@@ -284,7 +290,8 @@ def estimated(
     :raises SelectionError: the mesh cannot share the model, or no formula tells.
     """
     if reason := cannot_fit(facts, strategy):
-        raise SelectionError(Problem(reason, "choose another size of that axis", strategy))
+        shown = ", ".join(f"{name}={size}" for name, size in facts.axes.items())
+        raise SelectionError(Problem(reason, "choose another size of that axis", shown))
     _require_blocks(facts)
     try:
         _require_counted(facts, strategy)

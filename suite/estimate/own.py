@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof import registry, strategies
 from shardproof.axes import dividing
 from shardproof.contract import Refused, Role
-from shardproof.costs.model_facts import ModelFacts, TensorFacts, heads_of, shape_key
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, heads_of, shape_key
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.estimate import activations, figures, shapes
 from shardproof.estimate.figures import Estimate
@@ -37,6 +37,8 @@ def strategy_of(implementation: str, options: Mapping[str, Any] | None = None) -
     if not strategies.of(name).is_known:
         valid = [known for known in strategies.names() if strategies.of(known).is_known]
         remedy = nearest(name, valid)
+        if f"reference/{name}" in registry.names():
+            remedy = f"did you mean reference/{name}?"
         if implementation in registry.names():
             remedy = f"choose a system that has some, e.g. {strategies.REPLICATION}"
         raise SelectionError(Problem("no formulas are known", remedy, implementation))
@@ -78,21 +80,26 @@ def estimate(
 
     :raises ValueError: unknown names, a mesh that does not divide, an optimizer without formulas.
     """
+    given = {"impl": impl, "mesh": mesh or {}, "inputs": inputs, "units": units}
+    _require_kinds(given | {"roles": roles or {}})
+    has_inputs = not isinstance(inputs, tuple) or bool(inputs)
+    of_module = has_inputs or bool(units or roles) or optimizer not in ("adamw", "adam")
+    _require_fitting(model, recompute, of_module, (samples, positions) != (1, 0))
     if not isinstance(recompute, str):
         options["recompute_every"] = recompute
     strategy = strategy_of(impl, options)
-    axes, batch = (
-        figures.mesh_of(strategy, gpus, mesh or {}),
-        Batch(samples, positions, micro_batches),
-    )
+    axes = figures.mesh_of(strategy, gpus, mesh or {})
+    batch = Batch(samples, positions, micro_batches)
     if isinstance(model, str):
-        shape, given = shapes.model(model), accounting or "A16"
-        return figures.of_shape(shape, strategy, axes, given, batch, options, recompute, impl)
+        shape, told = shapes.model(model), accounting or "A16"
+        return figures.of_shape(shape, strategy, axes, told, batch, options, recompute, impl)
+    # Of a compiled module the one that it was made from: autograd sees what its forward keeps.
+    model = getattr(model, "_orig_mod", model)
     facts = facts_of_module(model, optimizer, axes, options, units, roles, micro_batches)
     if accounting:
         facts = shapes.in_accounting(facts, accounting, micro_batches)
     kept, notes = None, ""
-    if inputs:
+    if has_inputs:
         facts, kept, notes = _counted(model, inputs, facts)
     name, told = type(model).__name__, accounting or "as built"
     found = figures.estimated(facts, name, strategy, told, kept, impl, [notes] if notes else [])
@@ -121,7 +128,7 @@ def facts_of_module(
     starts = [places[name] for name in units]
 
     def told(name: str, tensor: Any) -> TensorFacts:
-        dtype, own = str(tensor.dtype).removeprefix("torch."), owners.get(id(tensor))
+        dtype, own = _dtype(tensor), owners.get(id(tensor))
         own = own or [name.rpartition(".")[0]]
         # What is registered before the first block belongs to it, else to the block before it.
         homes = {max(bisect_right(starts, places[owner]) - 1, 0) for owner in own}
@@ -171,6 +178,9 @@ def _described(
     if lazy := [n for n, p in named.items() if isinstance(p, nn.UninitializedParameter)]:
         what = f"parameter {lazy[0]} has no shape yet"
         raise SelectionError(Problem(what, "call the model once, so that lazy layers are made"))
+    if odd := [(n, p.dtype) for n, p in named.items() if _dtype(p) not in ITEMSIZE]:
+        what = f"no formula covers parameter {odd[0][0]!r}, of {odd[0][1]}"
+        raise SelectionError(Problem(what, f"convert it to one of: {', '.join(ITEMSIZE)}"))
     if not named:
         what = f"{type(model).__name__} has no parameters"
         raise SelectionError(Problem(what, "give a module with layers that hold some"))
@@ -183,6 +193,44 @@ def _described(
         raise SelectionError(
             Problem(str(error), f"name modules of the model: {names}, ...")
         ) from error
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _require_kinds(given: Mapping[str, Any]) -> None:
+    """Raise for an argument of ``estimate`` that is no name, no mapping, or no sequence."""
+    from torch import Tensor
+
+    kinds: dict[str, tuple[Any, str]] = {
+        "impl": (str, '"zero3"; for several call estimate again'),
+        "mesh": (Mapping, '{"shard": 8}'),
+        "inputs": ((tuple, list, Tensor), "(TENSOR,), in the order of forward's arguments"),
+        "units": ((tuple, list), '("blocks.0", "blocks.1")'),
+        "roles": (Mapping, '{"up": "column", "down": "row"}'),
+    }
+    for name, (kind, example) in kinds.items():
+        if not isinstance(value := given[name], kind):
+            what, remedy = f"{name} is of type {type(value).__name__}", f"write {name}={example}"
+            raise SelectionError(Problem(what, remedy, repr(value)))
+
+
+def _require_fitting(model: Any, recompute: Any, of_module: bool, of_name: bool) -> None:
+    """Raise for arguments that only a module has, or only a named model."""
+    what = remedy = ""
+    if isinstance(recompute, str) and recompute not in (activations.NONE, activations.SELECTIVE):
+        what, remedy = "unknown recompute", 'give "none", "selective" or a number of blocks'
+        raise SelectionError(Problem(what, remedy, recompute))
+    if isinstance(model, str) and of_module:
+        what = "inputs=, units=, roles= and an optimizer belong to an nn.Module"
+        remedy = 'give samples= and positions=, and accounting="S4" for SGD'
+    elif not isinstance(model, str) and (of_name or recompute == activations.SELECTIVE):
+        what = "samples=, positions= and selective recomputation belong to named models"
+        remedy = "give inputs=(TENSOR,) of that size, or recompute=N"
+    if what:
+        shown = model if isinstance(model, str) else type(model).__name__
+        raise SelectionError(Problem(what, remedy, shown))
 
 
 def _nothing(*_: Any) -> Any:
@@ -200,23 +248,27 @@ def _counted(
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     forward = Forward(model, given, facts)
     if forward.problem:
-        return facts, None, f"activations not counted: {forward.problem}"
+        remedy = "correct inputs=, or give a module whose forward reads no values of tensors"
+        return facts, None, f"activations not counted: {forward.problem} - {remedy}"
     if dividing(facts.axes) and isinstance(given[0], Tensor):
         shape, shares = tuple(given[0].shape), len(facts.micro_batches)
         sizes = tuple(forward.outputs[number + 1] for number in range(len(facts.units) - 1))
         window = (shape,) * facts.rounds
         facts = replace(facts, inputs=(((window,),) * shares,), hidden={shape_key(shape): sizes})
+    facts = replace(facts, completed=forward.completed)
     again = int(facts.option("recompute_every", 0)) or activations.NONE
     return facts, figures.kept_of(facts, *forward.units(), again), ""
 
 
 def _optimizer(given: Any) -> tuple[str, float]:
     """Name and momentum of an optimizer, as cost models tell them apart."""
-    name = given.lower() if isinstance(given, str) else type(given).__name__.lower()
-    momentum = 0.0 if isinstance(given, str) else given.defaults.get("momentum", 0.0)
+    kind = given if isinstance(given, type) else type(given)
+    name = given.lower() if isinstance(given, str) else kind.__name__.lower()
+    chosen = getattr(given, "defaults", {})
+    momentum = chosen.get("momentum", 0.0)
     known = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
-    if name not in known or (hasattr(given, "defaults") and given.defaults.get("amsgrad")):
-        remedy = nearest(name, known, "optimizers")
+    if name not in known or chosen.get("amsgrad"):
+        remedy = "leave amsgrad out" if name in known else nearest(name, known, "optimizers")
         raise SelectionError(Problem("no formula covers this optimizer's state", remedy, name))
     return known[name], float(momentum)
 

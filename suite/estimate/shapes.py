@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbt])\Z", re.IGNORECASE)
 #: What widths are a multiple of, so that ranks can share them.
 _SPLITS = 128
 _POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}
+#: What no training comes near to: beyond it digits are lost, and tuples of micro-batches are long.
+_MOST, _MOST_PARAMETERS = 1_000_000, 10**15
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,10 @@ class Batch:
 
     def __post_init__(self) -> None:
         for name, least in (("samples", 1), ("positions", 0), ("micro_batches", 1)):
-            if type(value := getattr(self, name)) is not int or value < least:
-                what, remedy = f"no number of {name}", f"give a whole number from {least} on"
-                raise SelectionError(Problem(what.replace("_", "-"), remedy, str(value)))
+            if type(value := getattr(self, name)) is not int or not least <= value <= _MOST:
+                what = f"no number of {name.replace('_', '-')}"
+                remedy = f"give a whole number from {least} to {_MOST:,}"
+                raise SelectionError(Problem(what, remedy, str(value)))
 
 
 @cache
@@ -105,20 +109,25 @@ def known(name: str, among: Mapping[str, Any], noun: str) -> Any:
     :raises SelectionError: there is none; the nearest is named.
     """
     if name not in among:
-        raise SelectionError(Problem(f"unknown {noun}", nearest(name, among, f"{noun}s"), name))
+        remedy = nearest(str(name), among, f"{noun}s")
+        raise SelectionError(Problem(f"unknown {noun}", remedy, str(name)))
     return among[name]
 
 
 def model(name: str) -> Shape:
-    """The model called ``name``, or one of so many parameters (``7.5b``) without layers.
+    """The model called ``name``, the round one of so many parameters (``7.0b``: ``7b``), or else so
+    many parameters (``7.5b``) without layers.
 
     :raises SelectionError: neither; the nearest model is named.
     """
     if (count := _COUNT.match(name)) and name.lower() not in models():
-        size = round(float(count[1]) * 10 ** _POWERS[count[2].lower()])
-        if not size:
-            raise SelectionError(Problem("the model has no parameters", "write 7.5b", name))
-        return Shape(name, parameters=size)
+        size = float(count[1]) * 10 ** _POWERS[count[2].lower()]
+        if not 0.5 <= size <= _MOST_PARAMETERS:
+            raise SelectionError(Problem("no model has so many parameters", "write 7.5b", name))
+        alike = (s for s in models().values() if s.rounded and s.parameters == round(size))
+        return next(alike, Shape(name, parameters=round(size)))
+    if name[:1].isdigit() and not get_close_matches(name.lower(), models(), 1):
+        raise SelectionError(Problem("unknown model", "write a size such as 7.5b or 350m", name))
     found: Shape = known(name.lower(), models(), "model")
     return found
 
@@ -136,7 +145,7 @@ def tensors(shape: Shape, dtype: str, trains: bool = True) -> tuple[TensorFacts,
 
 def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Any]]:
     if not shape.layers:
-        yield "weights", (shape.parameters,), ("",), (0,)
+        yield "layers.weights", (shape.parameters,), ("layers",), (0,)
         return
     h, last = shape.hidden, shape.layers - 1
     ends = ("embed.token", "head") if shape.tied else ("embed.token",)
@@ -185,18 +194,15 @@ def facts_of(
 ) -> ModelFacts:
     """The facts of ``shape`` for cost models on a mesh; ``options``: an implementation's."""
     about = known(accounting, accountings(), "accounting")
-    blocks = [f"blocks.{index}" for index in range(shape.layers)]
+    # A size without layers is one unit: what is sent does not depend on how many there are.
+    blocks = [f"blocks.{index}" for index in range(shape.layers)] or ["layers"]
     owners = {name for found in _tensors(shape) for name in found[2]}
     modules = {"": "Model", "blocks": "ModuleList", **dict.fromkeys(blocks, "Block")}
     modules |= {name: "Linear" for name in sorted(owners) if name not in modules}
     roles = {"embed.token": "embedding", "embed.position": "positions", "head": "classes"}
-    kinds = {
-        "attention.qkv": "heads",
-        "attention.out": "row",
-        "mlp.up": "column",
-        "mlp.down": "row",
-    }
-    roles |= {f"{block}.{name}": role for block in blocks for name, role in kinds.items()}
+    kinds = {"qkv": "heads", "out": "row", "up": "column", "down": "row"}
+    layers = (found[2][0] for found in _tensors(shape))
+    roles |= {name: kinds[kind] for name in layers if (kind := name.rpartition(".")[2]) in kinds}
     given = (batch.samples, batch.positions or shape.seq)
     facts = ModelFacts(
         axes=axes,

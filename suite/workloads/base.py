@@ -63,8 +63,9 @@ class Samples:
 class Found:
     """The properties that a model shows when it runs: slices of parameters whose true gradient is
     0, trained parameters that no forward uses, traits that it has by itself, how often one forward
-    of a module calls a child where that is not once, the widest dtype that it computes in, and a
-    parameter whose gradient holds more than that of the loss (empty: none does).
+    of a module calls a child where that is not once, the widest dtype that it computes in, a
+    parameter whose gradient holds more than that of the loss (empty: none does), and parameters in
+    the order in which backward completes their gradients (empty: the reverse of registration).
     """
 
     zero_gradient: Mapping[str, list[Region]] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class Found:
     calls: Mapping[str, int] = field(default_factory=dict)
     widest: str = "float64"
     beside_loss: str = ""
+    completed: tuple[str, ...] = ()
 
 
 class WorkloadFamily(ABC):

@@ -56,7 +56,8 @@ def run(family: OwnWorkload, workload: Workload) -> Found:
     zero = _zero_regions(exact.gradients, DTYPES[widest])
     traits = tuple(_traits(module, unused, workload.units, first))
     calls = _relative(module, first.calls, unused)
-    return Found(zero, frozenset(unused), traits, calls, widest, _beside_loss(family, workload))
+    beside, completed = _beside_loss(family, workload), tuple(first.completed)
+    return Found(zero, frozenset(unused), traits, calls, widest, beside, completed)
 
 
 def _widest(family: OwnWorkload, workload: Workload) -> tuple[_Attempt, str] | None:
@@ -74,12 +75,15 @@ def _widest(family: OwnWorkload, workload: Workload) -> tuple[_Attempt, str] | N
 
 @dataclass
 class _Attempt:
-    """One forward and backward: the module, its gradients, its calls, and rebound buffers."""
+    """One forward and backward: the module, its gradients, its calls, names in the order in which
+    gradients were complete, and rebound buffers.
+    """
 
     module: nn.Module
     loss: float = 0.0
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
+    completed: list[str] = field(default_factory=list)
     rebinds: bool = False
 
 
@@ -120,7 +124,7 @@ def _attempt(
     parts = (batch.inputs, batch.targets, batch.weights, batch.sample_ids)
     micro = MicroBatch(*(own[part] for own in parts))
     inputs = tuple(micro.inputs.shape)
-    with torch.random.fork_rng(devices=[]), _counted(module, attempt.calls):
+    with torch.random.fork_rng(devices=[]), _counted(module, attempt):
         torch.manual_seed(seed)
         with family.told(f"model(inputs), of {micro.inputs.dtype} {inputs},"):
             outputs = module(micro.inputs)
@@ -141,11 +145,16 @@ def _attempt(
 
 
 @contextmanager
-def _counted(module: nn.Module, calls: Counter[str]) -> Iterator[None]:
+def _counted(module: nn.Module, attempt: _Attempt) -> Iterator[None]:
+    calls, completed = attempt.calls, attempt.completed
     with ExitStack() as hooks:
         for name, part in module.named_modules():
             hook = part.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
             hooks.callback(hook.remove)
+        for name, own in module.named_parameters():
+            if own.requires_grad:
+                add = own.register_post_accumulate_grad_hook
+                hooks.callback(add(lambda _, name=name: completed.append(name)).remove)
         yield
 
 

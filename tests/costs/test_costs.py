@@ -247,6 +247,32 @@ def test_kept_buffers_are_for_gradients_from_the_first_step_on_and_new_ones_of_t
         assert never == 48, strategy
 
 
+def test_zero2_holds_three_buckets_whole_and_all_behind_one_that_is_held_up() -> None:
+    # Six buckets of 12 bytes, sent from t.5 to t.0; on one rank a shard is as large: 12 bytes.
+    names = [f"t.{number}" for number in range(6)]
+
+    def most(completed: tuple[str, ...] = (), **more: Any) -> int:
+        tensors = tuple(tensor(n, 3, **more.get(n.replace(".", ""), {})) for n in names)
+        facts = plan("zero2", 1, parameters=tensors, options={"bucket_bytes": 12})
+        cost_model = cost_model_class("zero2")(replace(facts, completed=completed))
+        bound = cost_model.peaks(0, "backward", 0)["communication"]
+        at_rest = cost_model.communication_at_rest(0, 0)
+        assert at_rest is not None and bound.low == 0
+        return bound.high - at_rest - 12
+
+    in_order, unused = tuple(reversed(names)), {"first_use": None}
+    assert most() == most(in_order) == 3 * 12
+    # The bucket before the one that is held up is still being reduced.
+    assert [most(**{f"t{n}": unused}) for n in (5, 4, 2, 1, 0)] == [72, 72, 48, 36, 36]
+    assert most(t2={"first_use": 1}) == most(t2={"last_use": 0}) == 48
+    # A tied tensor may be complete late, unless the order says when.
+    tied = {"owners": ("t", "head")}
+    assert most(t3=tied) == 60 and most(in_order, t3=tied) == 36
+    assert most(tuple(names)) == 72  # registered in the order of backward, not of forward
+    assert most(in_order[1:]) == 72  # nothing depends on t.5
+    assert most((names[5], names[3], names[4], *names[2::-1])) == 36
+
+
 # 2 ranks, m = 3 micro-batches on the busiest: (calls, bytes) over both ranks.
 FLOWS = {
     "naive_ddp": {("replicate", "all_reduce"): (6, 2 * 60)},

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,11 @@ def test_a_module_without_inputs_has_no_activations_and_one_that_cannot_run_says
     assert estimate(model).activations is None
     found = estimate(model, inputs=(torch.empty(2, 3),))
     assert found.activations is None and "activations not counted: its forward" in found.notes[0]
+    assert "correct inputs=" in found.notes[0]
+    compiled = torch.compile(model)
+    for given in (torch.empty(2, 8), (torch.empty(2, 8),)):
+        for one in (model, compiled):
+            assert estimate(one, inputs=given).activations == 64  # what the ReLU gives
     assert found.strategy == strategies.REPLICATION and "bytes a parameter" in str(found)
 
 
@@ -136,6 +142,7 @@ def test_an_optimizer_of_torch_is_taken_as_it_is() -> None:
     adam = estimate(model, torch.optim.Adam(model.parameters()))
     sgd = estimate(model, torch.optim.SGD(model.parameters(), momentum=0.9))
     assert adam.optimizer_state == 2 * 72 * 4 + 2 * 4 and sgd.optimizer_state == 72 * 4
+    assert estimate(model, torch.optim.SGD).optimizer_state == 0
     with pytest.raises(SelectionError, match="no formula covers this optimizer"):
         estimate(model, torch.optim.Adagrad(model.parameters()))
 
@@ -154,6 +161,26 @@ def test_an_optimizer_of_torch_is_taken_as_it_is() -> None:
         ("7b --gpus 64 --impl pipeline", "write fewer stages"),
         ("7b --memory 80", "write 80GB (10^9 bytes) or 80GiB"),
         ("7b --memory eighty", "write 80GB"),
+        ("7b --memory -80GB", "no amount of memory (-80GB) - write 80GB"),
+        ("7b --memory 0GB", "write 80GB"),
+        ("7b --memory 1e3GB", "write 80GB"),
+        (f"7b --memory {'9' * 400}TB", "write 80GB"),
+        ("7b --mesh shard=4,shard=2", "--mesh has shard twice (shard=2) - give it once"),
+        ("7b --mesh 4x2", "write shard=8"),
+        ("7b --mesh tensor=3", "(tensor=3) - choose another size of that axis"),
+        ("7b --mesh replicate=2,tensor=3 --gpus 8", "give a multiple of 6"),
+        ("7b --option x=1", "choose a strategy with --impl, which says what does not fit"),
+        ("7b --impl zero2,zero3", "repeat the option, or call again: zero2 zero3"),
+        ("7b --impl reference/zero2,reference/zero3", "repeat the option, or call again"),
+        ("7b --impl zzz*", "no formulas are known"),
+        ("7b --impl async_sgd", "did you mean reference/async_sgd?"),
+        ("7b --batch 1000001", "give a whole number from 1 to 1,000,000"),
+        ("7b --seq 1000001", "give a whole number from 0 to 1,000,000"),
+        ("7b --micro-batches 1000001", "give a whole number from 1 to 1,000,000"),
+        (f"{'9' * 400}b", "no model has so many parameters"),
+        ("7e9", "write a size such as 7.5b"),
+        ("--gpus 4", "MODEL is missing"),
+        ("7.5b --recompute 1", "name a model, e.g. 7b"),
         ("7b --impl reference/zero9", "did you mean reference/zero"),
         ("7b --impl collectives", "no formulas are known"),
         ("7b --accounting A15", "did you mean A16?"),
@@ -163,7 +190,7 @@ def test_an_optimizer_of_torch_is_taken_as_it_is() -> None:
         ("7b --impl zero2 --gpus 8 --option offlod=optimizer", "did you mean 'offload'?"),
         ("7b --impl zero2 --gpus 8 --option offload=optimiser", "did you mean 'optimizer'?"),
         ("7b --impl tensor --gpus 8 --option sequence_parallel=maybe", "must be of type bool"),
-        ("7b --impl zero2 --option offload", "write e.g. a=1"),
+        ("7b --impl zero2 --option offload", "write offload=optimizer"),
         ("7b --impl pipeline --gpus 8 --option schedule=zigzag", "1f1b"),
         ("7b --impl deepspeed/zero0 --gpus 8", "choose the accounting A32"),
         ("7b --impl deepspeed/zero3 --gpus 8 --accounting B8", "choose the accounting A32"),
@@ -178,6 +205,83 @@ def test_bad_input_ends_with_2_and_a_remedy(words: str, says: str) -> None:
     done = here("estimate", *words.split())
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
+
+
+def test_a_size_is_the_round_model_of_that_size_or_says_what_it_lacks() -> None:
+    for name in ("7.0b", "7B", "7000m", "0.007t"):
+        assert estimate(name, gpus=8) == estimate("7b", gpus=8)
+    assert "7b: 7,000,000,000 parameters, 32 layers" in here("estimate", "7.0b").stdout
+    size = here("estimate", "7.5b", "--gpus", "8").stdout
+    assert "no layers, so communication and activations are not counted" in size
+    found = estimate("7.5b", impl="fsdp", gpus=8)
+    assert (found.communication, found.activations) == (None, None) and found.total == found.state
+    assert found.sent == pytest.approx(3 * 7 / 8 * 2 * 7.5e9, rel=1e-6)
+
+
+def test_strategies_are_chosen_as_by_run() -> None:
+    """By globs, several times, and without any: then those that the mesh and the options fit."""
+
+    def shown(words: str) -> list[str]:
+        done = here("estimate", "gpt2", *words.split(), "--json")
+        assert done.returncode == 0, done.stderr
+        return [row["strategy"] for row in json.loads(done.stdout)["tables"][0]["rows"]]
+
+    assert shown("--impl zero2 --impl ddp --impl zero2") == ["zero2", "ddp"]
+    assert shown("--impl reference/zero*") == ["zero1", "zero2", "zero3"]
+    assert shown("--mesh shard=8 --gpus 64") == ["fsdp"]
+    assert shown("--mesh tensor=2 --gpus 8") == ["hybrid"]
+    assert shown("--option offload=optimizer") == ["zero1", "zero2", "zero3", "fsdp"]
+    told = here("estimate", "gpt2", "--option", "offload=optimizer").stdout
+    assert told.startswith("left out: ddp; --impl ddp says why")
+
+
+class Named(nn.Module):
+    """A model whose parts are registered in any order; an embedding, a chain, a head."""
+
+    def __init__(self, order: str, tied: bool = False, unused: bool = False) -> None:
+        super().__init__()
+        make: dict[str, Callable[[], nn.Module]] = {
+            "embed": lambda: nn.Embedding(64, 32),
+            "blocks": lambda: nn.ModuleList(nn.Linear(32, 32) for _ in range(8)),
+            "head": lambda: nn.Linear(32, 64, bias=False),
+        }
+        for name in order.split():
+            self.add_module(name, make[name]())
+        if tied:
+            self.head.weight = self.embed.weight
+        if unused:
+            self.spare = nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        hidden = self.embed(tokens)
+        for block in self.blocks:  # type: ignore[union-attr]
+            hidden = torch.relu(block(hidden))
+        return {"logits": self.head(hidden)}
+
+
+def test_gradients_in_flight_are_those_that_wait_for_a_late_one() -> None:
+    """Under ZeRO-2: three buckets, or a whole copy where a parameter holds all of them back."""
+
+    def moving(model: nn.Module, *inputs: torch.Tensor) -> tuple[int, int]:
+        options = {"impl": "zero2", "gpus": 2, "bucket_bytes": 5000}
+        found = estimate(model, inputs=inputs, **options)  # type: ignore[arg-type]
+        assert found.communication is not None
+        return found.communication, 4 * found.elements
+
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    for model in (Named("embed blocks head"), Named("head blocks embed", tied=True)):
+        most, whole = moving(model, tokens)
+        assert most <= 0.51 * whole
+    for model in (
+        Named("blocks embed head"),
+        Named("blocks embed head", tied=True),
+        Named("embed blocks head", unused=True),
+    ):
+        most, whole = moving(model, tokens)
+        assert whole <= most <= 1.12 * whole
+    # Without inputs the order of use is not known; a tied parameter may be used anywhere.
+    most, whole = moving(Named("blocks embed head", tied=True))
+    assert most >= whole
 
 
 PLAIN = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -202,9 +306,26 @@ PLAIN = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         (PLAIN, {"units": ("blocks.0",)}, "the model has no module 'blocks.0'"),
         (PLAIN, {"impl": "zero2", "offlod": "optimizer"}, "did you mean 'offload'?"),
         (PLAIN, {"recompute": 5}, "a number up to 2"),
-        (PLAIN, {"micro_batches": 0}, "a whole number from 1 on"),
+        (PLAIN, {"micro_batches": 0}, "a whole number from 1 to"),
         (PLAIN, {"accounting": "A15"}, "did you mean A16?"),
         (PLAIN, {"optimizer": "adamx"}, "did you mean adam"),
+        (PLAIN, {"optimizer": None}, "optimizers: adam, adamw, sgd"),
+        (PLAIN, {"optimizer": torch.optim.RMSprop}, "optimizers: adam, adamw, sgd"),
+        (PLAIN, {"optimizer": torch.optim.Adam([{"params": []}], amsgrad=True)}, "leave amsgrad"),
+        (PLAIN, {"impl": ["zero2"]}, 'write impl="zero3"'),
+        (PLAIN, {"impl": "zero2,zero3"}, "call again: zero2 zero3"),
+        (PLAIN, {"mesh": "shard=2"}, 'write mesh={"shard": 8}'),
+        (PLAIN, {"inputs": {"x": 1}}, "write inputs=(TENSOR,)"),
+        (PLAIN, {"units": "0"}, "write units=("),
+        (PLAIN, {"roles": "column"}, "write roles={"),
+        (PLAIN, {"samples": 4}, "give inputs=(TENSOR,) of that size"),
+        (PLAIN, {"recompute": "selective"}, "or recompute=N"),
+        (PLAIN, {"recompute": "often"}, "selective"),
+        (PLAIN, {"accounting": 16}, "did you mean A16?"),
+        (PLAIN, {"micro_batches": 10**12}, "a whole number from 1 to 1,000,000"),
+        (nn.Linear(8, 8, dtype=torch.complex64), {}, "'weight', of torch.complex64 - convert it"),
+        ("7b", {"optimizer": "sgd"}, 'accounting="S4" for SGD'),
+        ("7b", {"inputs": (torch.empty(2),)}, "belong to an nn.Module"),
     ],
 )
 def test_a_module_that_cannot_be_estimated_gets_a_remedy(

@@ -38,6 +38,25 @@ def chain(width: int = 12) -> nn.Module:
     )
 
 
+class Backwards(nn.Module):
+    """Layers that are registered in the reverse of the order in which forward uses them."""
+
+    def __init__(self, width: int = 16, layers: int = 8) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, 2)
+        self.names = [f"layer{number}" for number in range(layers)]
+        names = reversed(self.names)
+        self.inner = nn.ModuleDict({name: nn.Linear(width, width) for name in names})
+        self.first = nn.Linear(6, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.first(inputs)
+        for name in self.names:
+            hidden = torch.tanh(self.inner[name](hidden))
+        out: Tensor = self.head(hidden)
+        return out
+
+
 class Attending(nn.Module):
     """Torch's own layers, a buffer, tied ends and a bias (of the keys) whose gradient is zero."""
 
@@ -153,6 +172,7 @@ def slot_like() -> nn.Module:
 ONE_LAYER = OwnWorkload(one_layer, each, points)
 SLOT_LIKE = OwnWorkload(slot_like, each, points)
 CHAIN = OwnWorkload(chain, each, points)
+BACKWARDS = OwnWorkload(Backwards, each, points)
 WRAPPING = OwnWorkload(wrapping, each, points)
 NESTED = OwnWorkload(Nested, each, points)
 ATTENDING = OwnWorkload(Attending, each, words)

@@ -10,7 +10,7 @@ import own_things
 import pytest
 import torch
 from commands import here
-from own_models import ATTENDING, CHAIN, NESTED, NORMED, WRAPPING
+from own_models import ATTENDING, BACKWARDS, CHAIN, NESTED, NORMED, WRAPPING
 
 from shardproof import prove, workloads
 from shardproof.case import WorkloadSpec
@@ -65,6 +65,19 @@ def test_defective_ones_fail(workload: Any) -> None:
 def test_units_take_and_give_tensors_inside_of_others(system: str, options: dict[str, int]) -> None:
     frame = prove(system, workload=NESTED, worlds=(2, 3), options=options)
     assert list(frame["verdict"]) == ["pass", "pass"], list(frame["reason"])
+
+
+def test_layers_may_be_registered_in_another_order_than_used() -> None:
+    """Every bucket waits for that of the first layer, which is the first in the queue."""
+    options = {"bucket_bytes": 2000}
+    frame = prove("reference/zero2", workload=BACKWARDS, worlds=(2, 3), options=options)
+    assert list(frame["verdict"]) == ["pass", "pass"], list(frame["reason"])
+    in_order = made("CHAIN")
+    names = [name for name, _ in in_order.model().named_parameters()]
+    assert {n.rpartition(".")[0] for n in in_order.found.completed[:2]} == {"4"}
+    completed = made("BACKWARDS").found.completed
+    assert {*in_order.found.completed} == {*names}
+    assert {n.rpartition(".")[0] for n in completed[-2:]} == {"first"}
 
 
 def test_chains_are_cut_into_stages_and_others_are_refused() -> None:
