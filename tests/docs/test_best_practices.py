@@ -12,9 +12,9 @@ from commands import here
 PAGE = (Path(__file__).parents[2] / "docs/best-practices.md").read_text(encoding="utf-8")
 #: Command of the page -> figures that the page gives from it.
 FIGURES = {
-    "shardproof estimate 1b --gpus 8 --memory 80GB": ("19.12", "8.62", "6.87", "5.64"),
+    "shardproof estimate 1b --gpus 8 --memory 80GB": ("19.12", "8.62", "7.05", "5.64"),
     "shardproof estimate 7b --gpus 8 --memory 80GB": (
-        *("121.29", "47.79", "35.54", "25.35"),
+        *("121.29", "47.79", "36.13", "25.35"),
         *("24.50", "36.75"),
     ),
     "shardproof estimate gpt3-175b --impl reference/pipeline --mesh pipe=8 --gpus 8 "
