@@ -96,10 +96,8 @@ class Options:
         at_least("max_staleness", self.max_staleness, 0)
         at_least("servers", self.servers, 1)
         if isinstance(self.order, str) and self.order not in ORDERS:
-            raise Refused(
-                f"option 'order' must be {', '.join(ORDERS)} or a list of workers, not "
-                f"{self.order!r}"
-            )
+            names = ", ".join(ORDERS)
+            raise Refused(f"option 'order' = {self.order!r}: use {names} or a list of workers")
         if self.momentum == "by_worker" and not self.max_staleness:
             raise Refused(
                 "option 'momentum' = 'by_worker' with max_staleness = 0: each update uses the sum "
