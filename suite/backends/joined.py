@@ -137,7 +137,9 @@ class _Evidence:
             return {}
         for rank in missing:
             if peers[rank].ended:
-                return {rank: errors.Absence(peers[rank].ended, ended=True)}
+                # A rank reports its error before it ends, so the error may be newer than `known`.
+                known = backend.never_coming(there, missing) if backend is not None else None
+                return known or {rank: errors.Absence(peers[rank].ended, ended=True)}
         # Every rank waits, each in the same call as before: nobody is left who could end that.
         seen = [(peer.rank, peer.event) for peer in peers.values()]
         waits = all(peer.waiting or peer.ended for peer in peers.values())

@@ -198,8 +198,9 @@ class Calls:
         """
         self._raise_failure()
         self.advance()
-        self._see_failure()
-        return [rank for rank in ranks if self._store.check([f"{ENDED}/{rank}"])]
+        ended = [rank for rank in ranks if self._store.check([f"{ENDED}/{rank}"])]
+        self._see_failure()  # after that look: a rank reports its error before it ends
+        return ended
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -233,6 +234,7 @@ class Calls:
             if call.done:
                 return
             time.sleep(LONGEST_SLEEP)
+        self._see_failure()
         text = f"{errors.name_ranks(gone)} ended without joining {call.text}"
         self._fail(errors.RankEnded(f"{text}, where rank {call.rank} waits", gone[0]))
 
