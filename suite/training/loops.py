@@ -117,7 +117,7 @@ class Wrapped:
         return self.train(False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What ``state_dict`` of the plain module has, on every rank; all ranks call it."""
+        """Return the ``state_dict`` of the plain module, on every rank; all ranks call it."""
         state, first = whole(self._system, join().comm), self._system.aliases
         held = {name: first.get(name, name) for name in self._names}
         return {name: state[kept] for name, kept in held.items() if kept in state}
