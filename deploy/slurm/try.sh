@@ -15,9 +15,16 @@ chmod 700 "$folder"/{state,log,key}
 (umask 077 && head -c 1024 /dev/urandom >"$folder/key/munge.key")
 export SLURM_CONF=$folder/slurm.conf
 read -r controller first second < <("${PYTHON:-python3}" - <<'PORTS'
-import socket
-held = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-print(*(each.getsockname()[1] for each in held))
+# Below the range from which the kernel gives other programs ports until the daemons bind these.
+import random, socket
+lowest = int(open("/proc/sys/net/ipv4/ip_local_port_range").read().split()[0])
+held = []
+for port in random.sample(range(lowest // 2, lowest), 100):
+    try:
+        held += [socket.create_server(("127.0.0.1", port))]
+    except OSError:
+        continue
+print(*(each.getsockname()[1] for each in held[:3]))
 PORTS
 )
 node="NodeHostname=$(hostname) NodeAddr=127.0.0.1 CPUs=2 RealMemory=1000 State=UNKNOWN"
