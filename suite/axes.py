@@ -3,11 +3,12 @@
 A mesh maps names of axes to numbers of ranks.  No other module of the suite names an axis: it asks
 what an axis does.  Every function returns the axes that the given mesh has, outermost first.
 
-    axis       cuts     own samples  sums gradients of  activations
-    pipe       layers   no           nothing            passed on
-    replicate  samples  yes          all parameters     -
-    shard      state    yes          all parameters     -
-    tensor     widths   no           nothing            combined
+    axis       cuts       own samples  sums gradients of  activations
+    pipe       layers     no           nothing            passed on
+    replicate  samples    yes          all parameters     -
+    shard      state      yes          all parameters     -
+    context    positions  no           all parameters     combined
+    tensor     widths     no           nothing            combined
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ AXES: tuple[Axis, ...] = (
     Axis("pipe", "layers", role="stages", activations="passed on", sends=True),
     Axis("replicate", "samples", role="data", own_samples=True, sums="all", grows=True),
     Axis("shard", "state", role="data", own_samples=True, sums="all", grows=True),
+    Axis(
+        *("context", "positions"), role="positions", sums="all", activations="combined", sends=True
+    ),
     Axis("tensor", "widths", role="layers", activations="combined"),
 )
 

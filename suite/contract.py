@@ -179,6 +179,7 @@ Role = Literal[
     "embedding",
     "positions",
     "attention",
+    "core",
     "heads",
     "column",
     "row",
@@ -236,6 +237,13 @@ class Build(Protocol):
         receive it from a rank that did.  The module is called as ``module(inputs) -> outputs``.
         A part of it whose attribute ``differentiates`` is true takes a gradient in its forward,
         through which backward goes, too; one with ``whole_sequence`` must see all positions.
+
+        Of a model whose positions can be cut, only modules of the role ``core`` look at other
+        positions: ``core(query, key, value)``, each ``(samples, heads, positions, size)``.  All
+        parts that know positions share one object ``span``.  A strategy that cuts positions sets
+        ``span.rows``, the positions of this rank, and replaces the forward of the cores;
+        ``span.read(inputs)`` and ``span.hides(rows, columns)`` give what is masked.  The module
+        still takes the inputs of whole samples, and returns the outputs of these positions.
         """
 
     def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:

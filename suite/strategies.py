@@ -93,6 +93,7 @@ SHARDED = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
 _ZERO1, _ZERO2, _ZERO3 = (_ZERO.union(SHARDED[:stage]) for stage in (1, 2, 3))
 _COPIES, _SHARDS = (axes.cutting("samples"),), (axes.cutting("state"),)
 _PIPE, _TENSOR = (axes.cutting("layers"),), (axes.cutting("widths"),)
+_CONTEXT = (axes.cutting("positions"),)
 _DATA = (*_COPIES, *_SHARDS)
 _GRID = (*_PIPE, *_DATA, *_TENSOR)
 
@@ -124,7 +125,7 @@ _RECORDS = (
         serves_data_axes=True,
         unsharded={"sharding_strategy": "NO_SHARD"},
     ),
-    # Stages, split layers, and all of these at once.
+    # Stages, split layers, split positions, and all of these at once.
     _record(
         "pipeline",
         "pipeline:Pipeline",
@@ -134,6 +135,7 @@ _RECORDS = (
         own_stages=True,
     ),
     _record("tensor", "tensor:TensorParallel", "tensor", _SPLIT, _TENSOR),
+    _record("context", "context:Context", "", _ZERO | {"context"}, (*_COPIES, *_CONTEXT)),
     _record("hybrid", "hybrid:Hybrid", "hybrid", _SPLIT | {"stages"}, _GRID, own_stages=True),
 )
 #: The strategies of the textbook, by name.

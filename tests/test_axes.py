@@ -1,4 +1,4 @@
-"""The table of axes, and what a mesh with two more axes than today's gets from it."""
+"""The table of axes, and what a mesh with one more axis than today's gets from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from shardproof.axes import Axis
 
 SUITE = Path(__file__).parents[1] / "suite"
 #: Files of one axis each, which may name it.
-COST_FILES = {"costs/pipeline.py": "pipe", "costs/tensor.py": "tensor"}
+COST_FILES = {
+    "costs/pipeline.py": "pipe",
+    "costs/tensor.py": "tensor",
+    "costs/context.py": "context",
+}
 #: Files and folders in which a word that is also an axis means something else.
 OTHER_WORDS = {
     "tensor": (
@@ -27,13 +31,12 @@ OTHER_WORDS = {
         # rows of records
         *("runs/records.py", "reproduce/reproduced.py", "report/limits.py"),
     ),
+    # a strategy and a feature
+    "context": ("strategies.py",),
     # `shardproof run --shard`
     "shard": ("cluster/command.py", "commands/project.py"),
 }
-#: Two axes with properties that no axis of today has together.
-CONTEXT = Axis(
-    *("context", "positions"), role="positions", sums="all", activations="combined", sends=True
-)
+#: An axis with properties that no axis of today has together.
 EXPERTS = Axis(
     *("expert", "experts"), role="experts", own_samples=True, sums="dense", activations="combined"
 )
@@ -72,7 +75,7 @@ def test_the_exceptions_are_needed() -> None:
 
 def test_a_mesh_of_today() -> None:
     mesh = {"pipe": 2, "replicate": 3, "shard": 2, "tensor": 1}
-    assert axes.names() == tuple(mesh)
+    assert axes.names() == ("pipe", "replicate", "shard", "context", "tensor")
     assert axes.parts(mesh, "layers") == 2
     assert axes.parts({"shard": 2}, "layers") == 1
     assert axes.sharing(mesh) == axes.summing(mesh) == ("replicate", "shard")
@@ -102,12 +105,11 @@ def test_the_name_of_a_group_leaves_axes_of_one_rank_out(mesh: dict[str, int], n
 
 @pytest.fixture
 def more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table with ``context`` and ``expert``, in the order of ``pipe`` to ``tensor``."""
+    """The table with ``expert``, in the order of ``pipe`` to ``tensor``."""
     *outer, tensor = axes.AXES
-    monkeypatch.setattr(axes, "AXES", (*outer, CONTEXT, EXPERTS, tensor))
+    monkeypatch.setattr(axes, "AXES", (*outer, EXPERTS, tensor))
 
 
-@pytest.mark.usefixtures("more")
 def test_a_mesh_that_cuts_positions() -> None:
     mesh = {"replicate": 2, "shard": 3, "context": 2}
     assert axes.sharing(mesh) == ("replicate", "shard")
@@ -168,9 +170,9 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 from shardproof import axes
 sys.path.insert(0, {tests!r})
-from test_axes import CONTEXT, EXPERTS
+from test_axes import EXPERTS
 *outer, tensor = axes.AXES
-axes.AXES = (*outer, CONTEXT, EXPERTS, tensor)
+axes.AXES = (*outer, EXPERTS, tensor)
 import shardproof
 names = [m.name for m in pkgutil.walk_packages(shardproof.__path__, "shardproof.")]
 skipped = ("shardproof.impls.", "shardproof.__main__")
@@ -187,7 +189,7 @@ assert "context" in FACTS and "expert" in FACTS
 """
 
 
-def test_every_module_is_imported_with_two_more_axes() -> None:
+def test_every_module_is_imported_with_one_more_axis() -> None:
     script = IMPORT_ALL.format(tests=str(Path(__file__).parent))
     done = subprocess.run(
         [sys.executable, "-c", script],

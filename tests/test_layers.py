@@ -26,8 +26,8 @@ PAGE = (ROOT / "docs/architecture.md").read_text()
 FOR_IMPLEMENTATIONS = ("contract", "comm", "axes", "schedules", "by_path")
 #: The room that may name implementations: it finds them.
 LOADERS = {"registry"}
-#: Strategies that combine others.
-COMPOSERS = {"hybrid"}
+#: Strategies that combine others; `context` sums its gradients as `ddp` does.
+COMPOSERS = {"hybrid", "context"}
 #: What strategies share; none of these is a strategy.
 SHARED = {"checkpoint", "collectives", "engine", "parts", "units"}
 MOST_ROOMS, MOST_FILES_IN_ROOT, MOST_FILES = 33, 15, 20

@@ -38,7 +38,7 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
     by_rank = {n: one for n, r in ranks.items() for one in r.evaluations if one.step == step}
     if len(by_rank) < len(ranks):
         return _some_refuse(by_rank, "evaluate")
-    shares: dict[int, float] = {}
+    told_by: dict[int, tuple[int | None, float]] = {}
     for rank, evaluation in by_rank.items():
         if evaluation.changed:
             return _problem(f"evaluation changes {evaluation.changed[0]} on rank {rank}")
@@ -49,9 +49,11 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
             continue
         if not math.isfinite(evaluation.loss):
             return _problem(f"evaluation: the loss of rank {rank} is {evaluation.loss}")
-        known = shares.setdefault(evaluation.share, evaluation.loss)
-        if not abs(known - evaluation.loss) <= bound * abs(known):
-            return _problem(f"evaluation: ranks of share {evaluation.share} disagree")
+        told_by[rank] = evaluation.share, evaluation.loss
+    try:
+        shares = evidence.whole_losses(told_by, bound)
+    except ValueError as error:
+        return _problem(f"evaluation: {error}")
     case = evidence.case
     workload = for_case(case)
     batches = workload.batch(step, case.data_coordinates)

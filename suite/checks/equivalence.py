@@ -500,7 +500,7 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
     """The loss of every data coordinate; ranks that know it agree (relative to the oracle's)."""
     truth = evidence.oracle.steps[step].loss
     factor = _loss_factor(evidence)
-    shares: dict[int | None, float] = {}
+    told_by: dict[int, tuple[int | None, float]] = {}
     given = [record.steps[step].share for record in evidence.records]
     wanted = {share for share in given if share is not None}
     for record in evidence.records:
@@ -512,12 +512,11 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
             of_start = causes.told(partial(of_buffers_at_start, evidence)) if not step else ""
             told = f"step {step}: the loss of rank {rank} is {loss}"
             raise Differs(": ".join(filter(None, (of_start, told))))
-        known = shares.setdefault(coordinate, loss)
-        if abs(known - loss) > bound * abs(truth):
-            raise Differs(
-                f"step {step}: ranks of data coordinate {coordinate} disagree on its loss: "
-                f"{known!r} and, on rank {rank}, {loss!r}"
-            )
+        told_by[rank] = coordinate, loss
+    try:
+        shares = evidence.whole_losses(told_by, bound, truth)
+    except ValueError as error:
+        raise Differs(f"step {step}: {error}") from None
     if missing := sorted(wanted - set(shares)):
         raise Differs(f"step {step}: no rank reported a loss for data coordinates {missing}")
     return shares

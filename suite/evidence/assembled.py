@@ -11,6 +11,7 @@ and decide from the second, so that a stored run is judged by the code that judg
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 from shardproof import tensor_bytes
-from shardproof.axes import sharing
+from shardproof.axes import cutting, sharing
+from shardproof.axes import parts as cut_into
 from shardproof.case import Case
 from shardproof.contract import Batch, Depth, Meeting, Piece
 from shardproof.costs import CostModel, ModelFacts, cost_model_of
@@ -234,6 +236,38 @@ class Figures(ABC):
                     index = index * size + record.coordinate.get(axis, 0)
             result[record.rank] = index
         return result
+
+    def whole_losses(
+        self,
+        told: Mapping[int, tuple[int | None, float]],
+        bound: float,
+        truth: float | None = None,
+    ) -> dict[int | None, float]:
+        """The loss of every data coordinate, from what each rank has ``told``: its coordinate, and
+        its loss.
+
+        Ranks that have other positions each tell a part; others agree up to ``bound``, relative to
+        ``truth``, or to what the first one tells.
+
+        :raises ValueError: they disagree, or a part is missing.
+        """
+        along = cutting("positions")
+        parts: dict[tuple[int | None, int], float] = {}
+        for rank, (share, loss) in told.items():
+            place = self.ranks[rank].coordinate.get(along, 0)
+            known = parts.setdefault((share, place), loss)
+            if not abs(known - loss) <= bound * abs(known if truth is None else truth):
+                of = f"data coordinate {share}" + f", {along} {place}" * (along in self.case.mesh)
+                raise ValueError(
+                    f"ranks of {of} disagree on its loss: {known!r} and, on rank {rank}, {loss!r}"
+                )
+        shares: dict[int | None, float] = {}
+        for (share, _), loss in parts.items():
+            shares[share] = shares.get(share, 0.0) + loss
+        every = itertools.product(shares, range(cut_into(self.case.mesh, "positions")))
+        if missing := sorted(f"{share}, {along} {at}" for share, at in {*every} - {*parts}):
+            raise ValueError(f"no rank reported the loss of data coordinate {missing[0]}")
+        return shares
 
     def to_dict(self) -> dict[str, Any]:
         """The stored form, without tensors; :meth:`StoredFigures.from_dict` reads it."""

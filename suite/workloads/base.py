@@ -40,7 +40,8 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_
 @dataclass(frozen=True)
 class Picks:
     """The draws of a batch, one number a sample: its ``index`` in the data set, a random number,
-    flag bits; ``keys`` (below 2^31) are to travel with the inputs, for dropout.
+    flag bits; ``keys`` (below 2^31) are to travel with the inputs, for dropout.  ``packed``:
+    samples hold several documents.
     """
 
     index: Sequence[int]
@@ -48,6 +49,7 @@ class Picks:
     flags: Sequence[int]
     keys: Sequence[int] | None
     dtype: torch.dtype
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -435,7 +437,9 @@ class Workload:
         seeds = (f"{self.spec.seed}/key/{step}/{i}" for i in range(size))
         has_keys = "dropout_counter" in self.traits
         keys = [layers.seed_number(seed) >> 32 for seed in seeds] if has_keys else None
-        samples = self.family.samples(self.params, Picks(index, draws, flags, keys, self._dtype))
+        packed = "packed" in self.traits
+        picks = Picks(index, draws, flags, keys, self._dtype, packed)
+        samples = self.family.samples(self.params, picks)
         valid, targets = self._mask(samples.valid), samples.targets
         if "ignore_index" in self.traits:
             targets = targets.masked_fill(~valid, CrossEntropy.ignore_index)

@@ -15,15 +15,20 @@ from torch import Tensor, nn
 _LOW = 0xFFFFFFFF
 
 
-def counter_mask(keys: Tensor, site: int, shape: Sequence[int], first: int = 0) -> Tensor:
+def counter_mask(
+    keys: Tensor, site: int, shape: Sequence[int], first: int = 0, rows: Tensor | None = None
+) -> Tensor:
     """A fair coin per element: bool ``(samples, *shape)``.
 
     ``keys``, int64 ``(samples,)`` below 2^31, stand for seed, step and sample; ``site`` is the
     dropout in the model.  ``shape`` is that of one sample, or of its part from ``first`` on along
-    the first dimension: the position in the sample is part of the draw.
+    the first dimension: the position in the sample is part of the draw.  ``rows`` are positions
+    that do not follow each other.
     """
-    place = torch.arange(math.prod(shape), device=keys.device, dtype=torch.int64)
-    place += first * math.prod(shape[1:])
+    inner = math.prod(shape[1:])
+    if rows is None:
+        rows = torch.arange(first, first + shape[0], device=keys.device)
+    place = (rows[:, None] * inner + torch.arange(inner, device=keys.device)).flatten()
     mixed = _mix(keys[:, None] ^ _mix(place + (site << 24))[None, :])
     return (mixed & 0x10000 != 0).view(len(keys), *shape)
 

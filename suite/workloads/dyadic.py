@@ -30,7 +30,7 @@ from shardproof.contract import CrossEntropy, MicroBatch, Role
 from shardproof.workloads import data
 from shardproof.workloads.base import Picks, Samples, WorkloadFamily
 from shardproof.workloads.knobs import Knob, Params
-from shardproof.workloads.layers import Embedding, Linear, Place, Stack, seed_number, tie
+from shardproof.workloads.layers import Embedding, Linear, Place, Span, Stack, seed_number, tie
 
 SYMBOLS = 32
 #: Initial values are multiples of 1/16 in [-1, 1]: 2 of 33 weights are not truncated to 0.
@@ -80,11 +80,13 @@ class Embed(nn.Module):
         super().__init__()
         self.token = Embedding(SYMBOLS, width, **place)
         self.position = Embedding(seq, width, **place)
+        self.span = Span()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens ``(samples, length)`` to whole values ``(samples, length, width)``."""
-        positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        return 2 * self.token(tokens) + self.position(positions)
+        rows = self.span.held(tokens.shape[-1], tokens.device)
+        own = tokens if self.span.rows is None else tokens[:, rows]
+        return 2 * self.token(own) + self.position(rows)
 
 
 class Block(nn.Module):

@@ -7,7 +7,9 @@ state shows, which every layer norm behind it would hide.  With ``layout: column
 and each norm in it, gives lies in memory feature by feature, not position by position.  With
 ``passes: nested`` blocks take and return their hidden state inside of a dictionary and a tuple.
 Attention is written out, so that it is the same function in every dtype and on every device;
-``kv_heads`` below ``heads`` makes it grouped-query attention (arXiv 2305.13245).
+``kv_heads`` below ``heads`` makes it grouped-query attention (arXiv 2305.13245).  Only
+``CoreAttention`` looks at other positions than its own.  With trait ``rotary`` queries and keys
+turn with their position, as well (arXiv 2104.09864).
 ``label_smoothing`` is part of the loss, and so is ``confidence_penalty`` times the negative entropy
 of the predictions (arXiv 1701.06548), a second function of the logits.  With ``first_step: head``
 the head learns alone in step 0: every other parameter is without a gradient, so that whole shares
@@ -15,7 +17,9 @@ of ranks are.
 
 A sample is the tail of a name from a random word on: ``start, L, E, T, T, E, R, ...``.  The start
 token is ``1 + flags`` (flags: see ``workloads.traits``), the end token 0.  Names shorter than
-the sequence leave masked targets, so token counts are unequal by nature.
+the sequence leave masked targets, so token counts are unequal by nature.  With trait ``packed`` a
+sample is filled with the last words of names, each a document of its own: positions count from its
+start token 1, and attention sees nothing before that.
 """
 
 from __future__ import annotations
@@ -31,19 +35,20 @@ from torch.nn import functional as F
 
 from shardproof.contract import CrossEntropy, MicroBatch, Role
 from shardproof.workloads import data
-from shardproof.workloads.base import Picks, Region, Samples, WorkloadFamily
+from shardproof.workloads.base import Found, Picks, Region, Samples, Workload, WorkloadFamily
 from shardproof.workloads.knobs import Knob, Params, WorkloadError
 from shardproof.workloads.layers import (
     Embedding,
     Linear,
     Passed,
     Place,
+    Span,
     Stack,
     bare,
     nested,
     tie,
 )
-from shardproof.workloads.traits import FLAGS, KEY_SHIFT, PLACES, Oddities, oddities
+from shardproof.workloads.traits import FLAGS, KEY_SHIFT, PLACES, CounterDropout, Oddities, oddities
 
 #: Letters end at byte 90.
 SMALLEST_VOCABULARY = 91
@@ -53,22 +58,49 @@ NORMS: Mapping[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm
 class Embed(nn.Module):
     """Token plus position embedding: ``(samples, positions)`` of int64 -> ``(..., width)``.
 
-    ``keyed``: behind the last position stands the dropout key.
+    It takes whole samples, and embeds the positions that ``span`` names.
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"token": "embedding", "position": "positions"}
 
-    def __init__(self, vocab: int, seq: int, width: int, keyed: bool, place: Place) -> None:
+    def __init__(self, vocab: int, seq: int, width: int, span: Span, place: Place) -> None:
         super().__init__()
-        self._keyed = keyed
+        self.span = span
         self.token = Embedding(vocab, width, **place)
         self.position = Embedding(seq, width, **place)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens ``(samples, length)`` to ``(samples, length, width)``."""
-        tokens = tokens[..., :-1] if self._keyed else tokens
-        positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        return self.token(tokens) + self.position(positions)
+        tokens = self.span.read(tokens)
+        rows = self.span.held(tokens.shape[-1], tokens.device)
+        own = tokens if self.span.rows is None else tokens[:, rows]
+        return self.token(own) + self.position(self.span.places(rows))
+
+
+class CoreAttention(nn.Module):
+    """Attention of queries ``(samples, heads, rows, size)`` over keys and values, of which there
+    may be fewer heads; it has no parameters.
+
+    A strategy that cuts positions replaces its forward by one that gets keys and values of others.
+    """
+
+    def __init__(self, span: Span) -> None:
+        super().__init__()
+        self.span = span
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The weighted values of each query, in its shape."""
+        rows = self.span.held(query.shape[2], query.device)
+        return self.attend((query, key, value), rows, rows)
+
+    def attend(self, heads: tuple[Tensor, Tensor, Tensor], rows: Tensor, columns: Tensor) -> Tensor:
+        """The same where queries are of positions ``rows``, keys and values of ``columns``."""
+        query, key, value = heads
+        if query.shape[1] > key.shape[1]:
+            shared = query.shape[1] // key.shape[1]
+            key, value = (part.repeat_interleave(shared, 1) for part in (key, value))
+        scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+        return scores.masked_fill(self.span.hides(rows, columns), -math.inf).softmax(-1) @ value
 
 
 class Attention(nn.Module):
@@ -79,11 +111,21 @@ class Attention(nn.Module):
     heads: some KV heads with all their query heads, or one KV head with some of them.
     """
 
-    roles: ClassVar[Mapping[str, Role]] = {"": "attention", "qkv": "heads", "out": "row"}
+    roles: ClassVar[Mapping[str, Role]] = {
+        "": "attention",
+        "core": "core",
+        "qkv": "heads",
+        "out": "row",
+    }
 
-    def __init__(self, width: int, heads: int, kv_heads: int, place: Place) -> None:
+    def __init__(
+        self, params: Params, span: Span, place: Place, *, is_rotary: bool = False
+    ) -> None:
         super().__init__()
+        width, heads, kv_heads = params["width"], params["heads"], _kv_heads(params)
         self.head_size, self.group = width // heads, heads // kv_heads
+        self.span, self.is_rotary = span, is_rotary
+        self.core = CoreAttention(span)
         self.qkv = Linear(width, width + 2 * kv_heads * self.head_size, **place)
         self.out = Linear(width, width, **place)
 
@@ -91,20 +133,31 @@ class Attention(nn.Module):
         """Causal attention over ``(samples, length, width)``; the same shape."""
         qkv = self.qkv(hidden)
         samples, length, rows = qkv.shape
-        kv_heads = max(1, rows // self.head_size // (self.group + 2))
-        kv_rows = kv_heads * self.head_size
+        size = self.head_size
+        kv_rows = max(1, rows // size // (self.group + 2)) * size
         query, key, value = (
-            part.view(samples, length, -1, self.head_size).transpose(1, 2)
+            part.view(samples, length, part.shape[-1] // size, size).transpose(1, 2)
             for part in qkv.split([rows - 2 * kv_rows, kv_rows, kv_rows], -1)
         )
-        if query.shape[1] > kv_heads:
-            shared = query.shape[1] // kv_heads
-            key, value = (part.repeat_interleave(shared, 1) for part in (key, value))
-        scores = query @ key.transpose(-2, -1) / math.sqrt(self.head_size)
-        position = torch.arange(length, device=qkv.device)
-        future = position[None, :] > position[:, None]
-        mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ value
-        return self.out(mixed.transpose(1, 2).reshape(samples, length, -1))
+        if self.is_rotary:
+            places = self.span.places(self.span.held(length, qkv.device))
+            query, key = (_turned(part, places) for part in (query, key))
+        mixed = self.core(query, key, value)
+        return self.out(mixed.transpose(1, 2).reshape(samples, length, rows - 2 * kv_rows))
+
+
+def _turned(part: Tensor, places: Tensor) -> Tensor:
+    """``part`` ``(samples, heads, length, size)``, pairs of features turned by angles that grow
+    with ``places``, ``(length,)`` or ``(samples, length)``: arXiv 2104.09864, section 3.4.2.
+    """
+    half = part.shape[-1] // 2
+    powers = torch.arange(half, device=part.device, dtype=torch.float64) / max(1, half)
+    angles = (places[..., None] * 10000.0**-powers).to(torch.float64)
+    if angles.dim() > 2:
+        angles = angles[:, None]
+    cos, sin = angles.cos().to(part.dtype), angles.sin().to(part.dtype)
+    one, other, rest = part.split([half, half, part.shape[-1] - 2 * half], -1)
+    return torch.cat([one * cos - other * sin, one * sin + other * cos, rest], -1)
 
 
 class Mlp(nn.Module):
@@ -128,19 +181,20 @@ def _in_columns(hidden: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """A mixer of positions (``mixer``, under the name ``kind``) and an MLP, each on the normed
-    hidden state and added to it.
+    """A mixer of positions, given with its name, and an MLP, each on the normed hidden state and
+    added to it.
     """
 
     def __init__(
-        self, kind: str, mixer: nn.Module, params: Params, odd: Oddities | None, place: Place
+        self, mixer: tuple[str, nn.Module], params: Params, odd: Oddities | None, place: Place
     ) -> None:
         super().__init__()
+        kind, module = mixer
         width, norm = params["width"], NORMS[params["norm"]]
         self._kind, self._layout = kind, params["layout"]
         self._is_nested = params["passes"] == "nested"
         self.norm1 = norm(width, **place)
-        self.add_module(kind, mixer)
+        self.add_module(kind, module)
         self.norm2 = norm(width, **place)
         self.mlp = Mlp(width, place)
         self.odd = odd
@@ -204,12 +258,15 @@ class CharnamesGPT(WorkloadFamily):
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         """A small GPT with the layers that traits ask for."""
         width, layers, keyed = params["width"], params["layers"], "dropout_counter" in traits
+        span = Span(1 if "packed" in traits else None, int(keyed))
         odd: dict[str, Oddities | None]
         odd = {at: oddities(at, traits, width, -1, place) for at in PLACES}
         inner = [odd["inner"] if index == layers // 2 else None for index in range(layers)]
         stack = Stack(
-            embed=Embed(params["vocab"], params["seq"], width, keyed, place),
-            blocks=[self.block(params, own, place) for own in inner],
+            embed=Embed(params["vocab"], params["seq"], width, span, place),
+            blocks=[
+                Block(self.mixer(params, traits, span, place), params, own, place) for own in inner
+            ],
             norm=NORMS[params["norm"]](width, **place),
             head=Linear(width, params["vocab"], **place),
             odd=odd,
@@ -217,17 +274,20 @@ class CharnamesGPT(WorkloadFamily):
             is_nested=params["passes"] == "nested",
             alone=FLAGS["conditional_early_step"] if params["first_step"] == "head" else 0,
         )
+        for part in stack.modules():
+            if isinstance(part, CounterDropout):
+                part.span = span
         if params["tied"] or "tied_over_units" in traits:
             tie(stack, "embed.token", "head")
         if "frozen" in traits:
             stack.get_parameter("blocks.0.mlp.down.weight").requires_grad_(False)
         return stack
 
-    def block(self, params: Params, odd: Oddities | None, place: Place) -> Block:
-        """One of the repeated blocks."""
-        heads = params["heads"], _kv_heads(params)
-        attention = Attention(params["width"], *heads, place)
-        return Block("attention", attention, params, odd, place)
+    def mixer(
+        self, params: Params, traits: Collection[str], span: Span, place: Place
+    ) -> tuple[str, nn.Module]:
+        """The part of a block that looks at other positions, under its name."""
+        return "attention", Attention(params, span, place, is_rotary="rotary" in traits)
 
     def samples(self, params: Params, picks: Picks) -> Samples:
         """Tails of names, from word number ``draw`` (modulo their number) on; last, the key."""
@@ -235,12 +295,18 @@ class CharnamesGPT(WorkloadFamily):
         inputs, targets, valid = [], [], []
         for index, draw, flag in zip(picks.index, picks.draws, picks.flags, strict=True):
             words = names[index].split(" ")
-            text = list(" ".join(words[draw % len(words) :]).encode())
-            target = [*text, 0][:seq]
+            first = -1 if picks.packed else draw % len(words)
+            text = list(" ".join(words[first:]).encode())
+            target = [*text, 0]
+            given = [1 + flag, *text]
+            while picks.packed and len(target) < seq:
+                index = (index + 1) % len(names)
+                text = list(names[index].split(" ")[-1].encode())
+                target, given = [*target, *text, 0], [*given, 1, *text]
             padding = [0] * (seq - len(target))
-            inputs.append([1 + flag, *target[:-1], *padding])
-            targets.append(target + padding)
-            valid.append([True] * len(target) + [False] * len(padding))
+            inputs.append([*given[:seq], *padding])
+            targets.append([*target[:seq], *padding])
+            valid.append([True] * (seq - len(padding)) + [False] * len(padding))
         if picks.keys is not None:
             inputs = [[*tokens, key] for tokens, key in zip(inputs, picks.keys, strict=True)]
         return Samples(torch.tensor(inputs), torch.tensor(targets), torch.tensor(valid))
@@ -276,6 +342,10 @@ class CharnamesGPT(WorkloadFamily):
         return (
             f"{self.name}: first_step = 'head' needs the inputs, which the last stage does not get"
         )
+
+    def found(self, workload: Workload) -> Found:
+        """As by the knobs; keys that turn have biases with a gradient."""
+        return Found() if "rotary" in workload.traits else super().found(workload)
 
     def zero_gradient(self, params: Params) -> dict[str, list[Region]]:
         """The key part of every QKV bias: it adds the same to all scores of a query."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +36,52 @@ class Embedding(_Uninitialised, nn.Embedding):
 
 class Conv2d(_Uninitialised, nn.Conv2d):
     """``nn.Conv2d`` that starts uninitialised."""
+
+
+class Span:
+    """Which positions of its samples a model computes with, and where documents begin.
+
+    All parts of a model that know positions share one (attribute ``span``).  ``rows``: the numbers
+    of these positions (``None``: all, from 0 on); a strategy that cuts positions sets them, and may
+    keep those of all ranks as ``parts``.
+    ``starts`` ``(samples, positions)``: the first position of each position's document, of whole
+    samples (``None``: each sample is one document).
+    """
+
+    def __init__(self, begins: int | None = None, behind: int = 0) -> None:
+        #: The token that begins a document, and how many inputs stand behind the last position.
+        self.begins, self.behind = begins, behind
+        self.rows: Tensor | None = None
+        self.parts: Sequence[Tensor] | None = None
+        self.starts: Tensor | None = None
+
+    def read(self, inputs: Tensor) -> Tensor:
+        """Note the documents in ``inputs`` ``(samples, ...)`` of whole samples; their tokens."""
+        tokens = inputs[:, : inputs.shape[1] - self.behind]
+        if self.begins is not None:
+            place = torch.arange(tokens.shape[1], device=tokens.device)
+            # The first position begins one, too: its token holds flags.
+            begins = (tokens == self.begins) | (place == 0)
+            self.starts = torch.where(begins, place, 0).cummax(-1).values
+        return tokens
+
+    def held(self, length: int, device: torch.device) -> Tensor:
+        """The positions of ``length`` rows."""
+        return torch.arange(length, device=device) if self.rows is None else self.rows
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Where positions ``rows`` lie in their documents: ``(rows,)`` or ``(samples, rows)``."""
+        return rows if self.starts is None else rows - self.starts[:, rows]
+
+    def hides(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Whether a row may not see a column, because that comes later, or in another document:
+        ``(rows, columns)`` or ``(samples, 1, rows, columns)``.
+        """
+        later = columns[None, :] > rows[:, None]
+        if self.starts is None:
+            return later
+        other = self.starts[:, rows, None] != self.starts[:, None, columns]
+        return (later | other)[:, None]
 
 
 #: What a block takes and gives: the hidden state, or a dictionary and a tuple around it.

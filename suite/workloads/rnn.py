@@ -7,7 +7,7 @@ is its own last output: backward goes through it as often, from the last positio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardproof.workloads.base import Region
-from shardproof.workloads.gpt import Block, CharnamesGPT
+from shardproof.workloads.gpt import CharnamesGPT
 from shardproof.workloads.knobs import Params
-from shardproof.workloads.layers import Place
-from shardproof.workloads.traits import Oddities
+from shardproof.workloads.layers import Place, Span
 
 
 class Cell(nn.Module):
@@ -68,10 +67,11 @@ class CharnamesRNN(CharnamesGPT):
     def check(self, params: Params) -> None:
         """Any width will do."""
 
-    def block(self, params: Params, odd: Oddities | None, place: Place) -> Block:
-        """One of the repeated blocks."""
-        recurrence = Recurrence(params["width"], params["seq"], place)
-        return Block("recurrence", recurrence, params, odd, place)
+    def mixer(
+        self, params: Params, traits: Collection[str], span: Span, place: Place
+    ) -> tuple[str, nn.Module]:
+        """The part of a block that looks at earlier positions, under its name."""
+        return "recurrence", Recurrence(params["width"], params["seq"], place)
 
     def zero_gradient(self, params: Params) -> dict[str, list[Region]]:
         """None is."""

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from shardproof.contract import GroupSpec
 from shardproof.workloads.draws import counter_mask
-from shardproof.workloads.layers import Linear, Place
+from shardproof.workloads.layers import Linear, Place, Span
 
 #: The data-driven branches and the bit that flags a sample for each.
 FLAGS = {
@@ -56,6 +56,8 @@ KEY_SHIFT = 8
 
 #: Workloads of names, whose samples have positions, and all that compute with real numbers.
 NAMES = ("charnames_gpt", "charnames_rnn")
+#: Workloads with attention.
+ATTENDING = ("charnames_gpt",)
 REAL = (*NAMES, "digits_cnn", "digits_penalty", "digits_experts")
 
 #: Groups that ``two_groups`` suggests: biases and norms, which lie between weights in every block.
@@ -114,6 +116,12 @@ TRAITS: dict[str, Trait] = {
     "dropout_counter": Trait("its mask depends on seed, step, sample, position", (14,), "front"),
     "dropout_stateful": Trait(
         "dropout with its own generator, seeded per data coordinate", (14,), "inner", by_cut=True
+    ),
+    "rotary": Trait(
+        "queries and keys turn with their position in the document", (14, 20), "model", ATTENDING
+    ),
+    "packed": Trait(
+        "samples of several documents, which do not see each other", (20, 9), "batch", ATTENDING
     ),
     "overflow_on_one_rank": Trait(
         "the backward of the last sample is infinite in step 1 and NaN in step 4",
@@ -312,20 +320,27 @@ class Rebound(nn.Module):
 class CounterDropout(OneLayer):
     """Half of a branch's outputs, chosen by a key per sample; all of them in evaluation.
 
-    ``first_position`` is the position of the first row of ``hidden`` in its sample.  Strategies
-    that split positions set it.
+    ``first_position`` is the position of the first row of ``hidden`` in its sample, or its place
+    among ``span.rows``.  Strategies that split positions set it.
     """
+
+    span: Span
 
     def __init__(self, width: int, place: Place) -> None:
         super().__init__(width, place)
-        self.first_position = 0
+        self.first_position, self.span = 0, Span()
 
     def forward(self, hidden: Tensor, keys: Tensor) -> Tensor:
         """``hidden`` ``(samples, ..., width)``; ``keys`` ``(samples,)`` of int64."""
         added = torch.tanh(self.layer(hidden))
         if not self.training:
             return added
-        mask = counter_mask(keys, 0, added.shape[1:], self.first_position)
+        rows = self.span.rows
+        if rows is not None:
+            # A part that is padded has rows behind the last position; nothing depends on them.
+            rows = rows[self.first_position :][: added.shape[1]]
+            rows = F.pad(rows, (0, added.shape[1] - len(rows)))
+        mask = counter_mask(keys, 0, added.shape[1:], self.first_position, rows)
         return added * (2 * mask.to(added.dtype))
 
 

@@ -185,6 +185,7 @@ def test_models_say_what_their_layers_are_for() -> None:
         "embed.token": "embedding",
         "embed.position": "positions",
         "blocks.0.attention": "attention",
+        "blocks.0.attention.core": "core",
         "blocks.0.attention.qkv": "heads",
         "blocks.0.attention.out": "row",
         "blocks.0.mlp.up": "column",

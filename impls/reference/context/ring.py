@@ -1,0 +1,237 @@
+"""Ring attention: blocks of keys and values travel from rank to rank (arXiv 2310.01889).
+
+Every rank keeps its queries.  In each round it attends to the block that it has, while that block
+goes to the next rank and another one comes from the rank before.
+
+    4 ranks     round 0   round 1   round 2   round 3        rank 0 -> rank 1
+    rank 0      kv0       kv3       kv2       kv1               ^         |
+    rank 1      kv1       kv0       kv3       kv2               |         v
+    rank 2      kv2       kv1       kv0       kv3            rank 3 <- rank 2
+    rank 3      kv3       kv2       kv1       kv0
+
+    forward     round r < C-1   start to send the block, and to receive the next one
+                each round      scores against the block -> partial result and its log-sum-exp,
+                                merged into what there is (float32 or wider)
+                round r < C-1   wait for the next block
+    backward    each round      as forward: the same blocks travel the same way once more
+                each round      the query gradient grows here; the block's own gradient comes from
+                                the rank before, takes this rank's terms, and goes on
+                last round      its C-th message takes each block's gradient home
+
+So a rank sends 2 C - 1 messages a layer in backward: C - 1 blocks, when a round begins, and C
+gradients, when the terms of a round are there.  A gradient travels in float32 or wider.
+
+Partial results are merged as ``out = sum_j exp(lse_j - lse) out_j``, ``lse = log sum_j
+exp(lse_j)``.  The first block is a rank's own, in which each query sees at least itself, so ``lse``
+is finite from then on.  Backward needs no partial result: with the final ``lse`` the weights of any
+block are ``exp(scores - lse)`` (FlashAttention-2, arXiv 2307.08691, section 3.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Comm, Recv, Send
+
+#: Waits for a message, and returns what came.
+Arrival = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The part of the scores against one block that is computed.
+
+    ``rows`` that see something of the block, ``columns`` that some row sees, and the mask between
+    these.  ``length``: positions of the block.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    mask: Tensor
+    length: int
+
+    @classmethod
+    def of(cls, hides: Tensor) -> Seen:
+        """What ``hides`` ``(..., rows, columns)`` leaves."""
+        shows = ~hides.flatten(0, -3).all(0) if hides.dim() > 2 else ~hides
+        rows, columns = (shows.any(dim).nonzero().flatten() for dim in (1, 0))
+        # The mask of packed samples has a dimension for samples, and one for heads.
+        mask = hides if hides.dim() == 2 else hides[:, :, None]
+        return cls(rows, columns, mask[..., rows, :][..., columns], hides.shape[-1])
+
+
+class Ring:
+    """Attention of this rank's queries over the blocks of all ranks of ``comm``."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.next, self.previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def attend(self, core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The attention of ``core``, whose ``span`` tells which positions each rank has."""
+        span: Any = core.span
+        # Made here: when backward comes, the span may be that of another micro-batch.
+        seen = [Seen.of(span.hides(span.rows, columns)) for columns in span.parts]
+        result: Tensor = _Ring.apply(query, key, value, self, seen)
+        return result
+
+    # ----------------------------------------------------------------------------------- messages
+
+    def rounds(self) -> Sequence[int]:
+        """Whose block this rank has, round by round: its own first, then those from behind."""
+        return [(self.comm.rank - number) % self.comm.size for number in range(self.comm.size)]
+
+    def pass_on(self, tensor: Tensor, length: int) -> Arrival:
+        """Start to send ``tensor``, keys and values or their gradient, to the next rank; what
+        comes has ``length`` positions.
+        """
+        came = tensor.new_empty(*tensor.shape[:3], length, tensor.shape[4])
+        tensor = tensor.contiguous()
+        # Who has no positions has no block, and both ends know it.
+        halves = [Send(tensor, self.next)] if tensor.numel() else []
+        halves += [Recv(came, self.previous)] if came.numel() else []
+        works = self.comm.batch(halves) if self.comm.size > 1 else []
+
+        def arrive() -> Tensor:
+            for work in works:
+                work.wait()
+            return came if self.comm.size > 1 else tensor
+
+        return arrive
+
+    # ------------------------------------------------------------------------------------ forward
+
+    def forward(self, query: Tensor, block: Tensor, seen: Sequence[Seen]) -> tuple[Tensor, Tensor]:
+        """Results ``(samples, KV heads, group, rows, size)`` and the log-sum-exp of each row."""
+        result, total = torch.zeros_like(query), query.new_full(query.shape[:-1], -math.inf)
+        for number, source in enumerate(order := self.rounds()):
+            is_last = number == len(order) - 1
+            if not is_last:
+                coming = self.pass_on(block, seen[order[number + 1]].length)
+            rows = seen[source].rows
+            if len(rows):
+                part = self.partial(query[..., rows, :], block, seen[source])
+                held = result[..., rows, :], total[..., rows]
+                result[..., rows, :], total[..., rows] = self.merged(held, part)
+            if not is_last:
+                block = coming()
+        return result, total
+
+    def partial(self, query: Tensor, block: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Attention of some rows over one block alone, and its log-sum-exp."""
+        key, value = wide_parts(block, seen)
+        scores = self.scores(query, key, seen)
+        lse = scores.logsumexp(-1)
+        # A row of a sample that sees nothing here has -inf, and weights of zero.
+        finite = lse.masked_fill(lse == -math.inf, 0)
+        return (scores - finite[..., None]).exp() @ value, lse
+
+    def scores(self, query: Tensor, key: Tensor, seen: Seen) -> Tensor:
+        """``(samples, KV heads, group, rows, columns)``, -inf where hidden."""
+        scores = query @ key.mT / math.sqrt(query.shape[-1])
+        return scores.masked_fill(seen.mask, -math.inf)
+
+    def merged(
+        self, held: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Two results over different keys as one."""
+        total = torch.logaddexp(held[1], part[1])
+        one, other = ((lse - total).exp()[..., None] for _, lse in (held, part))
+        return held[0] * one + part[0] * other, total
+
+    # ----------------------------------------------------------------------------------- backward
+
+    def backward(
+        self, query: Tensor, block: Tensor, seen: Sequence[Seen], back: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of the queries and of this rank's own block; ``back``: the gradient of the
+        result, the result, and the log-sum-exp of each row.
+        """
+        of_query, arrival = torch.zeros_like(query), None
+        for number, source in enumerate(order := self.rounds()):
+            is_last = number == len(order) - 1
+            if not is_last:
+                coming = self.pass_on(block, seen[order[number + 1]].length)
+            terms = torch.zeros_like(block, dtype=query.dtype)
+            rows, columns = seen[source].rows, seen[source].columns
+            if len(rows):
+                some = query[..., rows, :], *(part[..., rows, :] for part in back[:2])
+                own, terms[..., columns, :] = self.terms(
+                    some, back[2][..., rows, None], wide_parts(block, seen[source]), seen[source]
+                )
+                of_query[..., rows, :] += own
+            if arrival is not None:
+                terms = self.grown(terms, arrival())
+            following = order[(number + 1) % len(order)]
+            arrival = self.pass_on(terms, seen[following].length)
+            if not is_last:
+                block = coming()
+        assert arrival is not None
+        return of_query, arrival()
+
+    def terms(
+        self,
+        rows: tuple[Tensor, ...],
+        lse: Tensor,
+        block: tuple[Tensor, Tensor],
+        seen: Seen,
+    ) -> tuple[Tensor, Tensor]:
+        """What the scores against one block add to the gradients of queries, and of the block."""
+        (query, gradient, result), (key, value) = rows, block
+        weights = (self.scores(query, key, seen) - lse).exp()
+        # The weights of a row sum to 1: what one gains, the others lose.
+        lost = (gradient * result).sum(-1, keepdim=True)
+        of_scores = weights * (gradient @ value.mT - lost) / math.sqrt(query.shape[-1])
+        # Query heads of one group share a key and value head: their terms add up.
+        of_block = (of_scores.mT @ query).sum(2), (weights.mT @ gradient).sum(2)
+        return of_scores @ key, torch.stack(of_block)
+
+    def grown(self, terms: Tensor, came: Tensor) -> Tensor:
+        """The gradient of a block: what came with it, and this rank's ``terms``."""
+        return came + terms
+
+
+def wide_parts(block: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    """Keys and values of the columns that are seen, ``(samples, KV heads, 1, columns, size)``."""
+    wide = torch.promote_types(block.dtype, torch.float32)
+    key, value = block[..., seen.columns, :].to(wide)[:, :, :, None]
+    return key, value
+
+
+class _Ring(torch.autograd.Function):
+    """What autograd sees of a ring: its results, and their gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, seen: Sequence[Seen]
+    ) -> Tensor:
+        wide = grouped(query, key.shape[1])
+        result, lse = ring.forward(wide, torch.stack([key, value]), seen)
+        result = result.flatten(1, 2)
+        ctx.save_for_backward(query, key, value, result, lse)
+        ctx.ring, ctx.seen = ring, seen
+        return result.to(query.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, result, lse = ctx.saved_tensors
+        heads = key.shape[1]
+        back = grouped(gradients[0], heads), grouped(result, heads), lse
+        block = torch.stack([key, value])
+        of_query, of_block = ctx.ring.backward(grouped(query, heads), block, ctx.seen, back)
+        of_query = of_query.flatten(1, 2)
+        return (of_query.to(query.dtype), *of_block.to(key.dtype), None, None)
+
+
+def grouped(tensor: Tensor, heads: int) -> Tensor:
+    """``(samples, query heads, rows, size)`` -> ``(samples, KV heads, group, rows, size)``, in
+    float32 or wider.
+    """
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.to(wide).unflatten(1, (heads, tensor.shape[1] // heads))
