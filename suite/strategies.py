@@ -95,7 +95,7 @@ _COPIES, _SHARDS = (axes.cutting("samples"),), (axes.cutting("state"),)
 _PIPE, _TENSOR = (axes.cutting("layers"),), (axes.cutting("widths"),)
 _CONTEXT = (axes.cutting("positions"),)
 _DATA = (*_COPIES, *_SHARDS)
-_GRID = (*_PIPE, *_DATA, *_TENSOR)
+_GRID = (*_PIPE, *_DATA, *_CONTEXT, *_TENSOR)
 
 #: The strategy that others are compared with: whole copies, and the sum of their gradients.
 REPLICATION = "ddp"

@@ -19,7 +19,9 @@ SUITE = Path(__file__).parents[1] / "suite"
 COST_FILES = {
     "costs/pipeline.py": "pipe",
     "costs/tensor.py": "tensor",
-    "costs/context.py": "context",
+    "costs/context/__init__.py": "context",
+    "costs/context/exchange.py": "context",
+    "costs/hybrid.py": "context",
 }
 #: Files and folders in which a word that is also an axis means something else.
 OTHER_WORDS = {
@@ -31,8 +33,8 @@ OTHER_WORDS = {
         # rows of records
         *("runs/records.py", "reproduce/reproduced.py", "report/limits.py"),
     ),
-    # a strategy and a feature
-    "context": ("strategies.py",),
+    # a strategy, a feature and an option
+    "context": ("strategies.py", "coverage/features.py"),
     # `shardproof run --shard`
     "shard": ("cluster/command.py", "commands/project.py"),
 }

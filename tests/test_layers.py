@@ -274,7 +274,7 @@ def test_no_strategy_imports_another() -> None:
 
 
 #: Words that mean something else as well: an axis, a form of a call, a group of one rank.
-ALSO_WORDS = {"tensor", "single"}
+ALSO_WORDS = {"tensor", "single", "context"}
 
 
 def test_strategies_are_named_in_one_place() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from shardproof import strategies
 from shardproof.axes import cutting
 from shardproof.costs import cost_model_class
+from shardproof.costs.context import Exchange
 from shardproof.costs.ddp import Single
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.model import Bound, CostModel, Flow, Local, NoCostModel, flow
@@ -55,7 +56,15 @@ class Hybrid(CostModel):
         super().__init__(facts)
         sent = tuple(replace(t, dtype=facts.compute(t.dtype)) for t in facts.parameters)
         options = {"sum_each_backward": True, **facts.options}
-        layers = replace(facts, options=options, parameters=sent, clipped=False)
+        given = facts.option("context", None) or {}
+        #: What attention sends along the axis that cuts positions; its layers are split by heads.
+        self.exchange = Exchange(
+            facts,
+            given.get("method", "ring"),
+            given.get("cut", "contiguous"),
+            facts.parts("widths"),
+        )
+        layers = replace(self.exchange.cut_facts(), options=options, parameters=sent, clipped=False)
         self.layers = TensorParallel(layers)
         # Without data axes no strategy is asked: what is unused has no gradient, as in one process.
         self.has_data = bool(facts.data_axes)
@@ -154,13 +163,14 @@ class Hybrid(CostModel):
         return [
             *flows,
             *self.layers.flows(),
+            *self.exchange.flows(),
             *(exchanged([*self.messages(), *self.tied_messages()]) if self.is_cut else ()),
             *(one for axis in facts.axes for one in flow(facts, axis, "all_reduce", norm)),
         ]
 
     def messages(self) -> Iterator[StageMessage]:
         """Every message between stages; of a split sequence each rank has a part."""
-        facts, layers = self.facts, self.layers
+        facts, layers = self.exchange.cut_facts(), self.layers
         if layers.is_sequence:
             hidden = {}
             for key, sizes in facts.hidden.items():

@@ -140,6 +140,8 @@ class ModelFacts(Stored):
     evaluated: bool = False
     terms: tuple[int, ...] = ()
     completed: tuple[str, ...] = ()
+    #: Most bytes of integers by which a model may know documents and positions between steps.
+    noted: int = 0
 
     @property
     def world(self) -> int:
@@ -291,6 +293,7 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
     form = workload.family.cross_entropy(workload.params)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     return ModelFacts(
+        noted=_noted(case, workload),
         axes=dict(case.mesh),
         options=dict(case.options),
         parameters=tuple(
@@ -360,6 +363,15 @@ def _inputs(case: Case, workload: Workload) -> tuple[tuple[Windows, ...], ...]:
         )
         for step in range(case.steps)
     )
+
+
+def _noted(case: Case, workload: Workload) -> int:
+    """Most bytes by which a model may know documents and positions between steps."""
+    if "packed" not in workload.traits and axes.parts(case.mesh, "positions") == 1:
+        return 0
+    shapes = (s for step in _inputs(case, workload) for share in step for w in share for s in w)
+    # Where each document begins, and once the positions of this rank and of every rank.
+    return max(8 * (shape[0] + 2) * shape[-1] for shape in shapes)
 
 
 def _calls(module: nn.Module) -> Mapping[str, int]:

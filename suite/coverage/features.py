@@ -30,7 +30,11 @@ _NEEDS: Sequence[tuple[Callable[[Mapping[str, int]], Iterable[str]], Sequence[st
         ),
     ),
     (axes.sending, ("schedule *", "split")),
-    (axes.combining, ("sequence_parallel", "*loss_parallel", "sum_each_backward")),
+    (
+        lambda mesh: (axes.cutting("widths"),),
+        ("sequence_parallel", "*loss_parallel", "sum_each_backward"),
+    ),
+    (lambda mesh: (axes.cutting("positions"),), ("method *", "cut *", "context")),
 )
 
 

@@ -519,10 +519,18 @@ def _device(workload: Workload, precision: Precision, training_mode: bool = True
 
 
 def evaluator(
-    workload: Workload, precision: Precision = MappingProxyType({}), training_mode: bool = False
+    workload: Workload,
+    precision: Precision = MappingProxyType({}),
+    training_mode: bool = False,
+    change: Callable[[nn.Module], None] | None = None,
 ) -> Callable[[Tensors, Sequence[MicroBatch]], float]:
-    """Tells the loss of micro-batches with a state (parameters and buffers), in evaluation mode."""
+    """Tells the loss of micro-batches with a state (parameters and buffers), in evaluation mode.
+
+    ``change`` is made to the model first.
+    """
     device = _device(workload, precision, training_mode)
+    if change is not None:
+        change(device.module)
 
     def loss(state: Tensors, micro_batches: Sequence[MicroBatch]) -> float:
         workload.load(device.module, state)

@@ -84,8 +84,7 @@ class Embed(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens ``(samples, length)`` to whole values ``(samples, length, width)``."""
-        rows = self.span.held(tokens.shape[-1], tokens.device)
-        own = tokens if self.span.rows is None else tokens[:, rows]
+        own, rows = self.span.cut(tokens)
         return 2 * self.token(own) + self.position(rows)
 
 

@@ -72,8 +72,7 @@ class Embed(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens ``(samples, length)`` to ``(samples, length, width)``."""
         tokens = self.span.read(tokens)
-        rows = self.span.held(tokens.shape[-1], tokens.device)
-        own = tokens if self.span.rows is None else tokens[:, rows]
+        own, rows = self.span.cut(tokens)
         return self.token(own) + self.position(self.span.places(rows))
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardproof.contract import Role
@@ -36,6 +37,10 @@ class Embedding(_Uninitialised, nn.Embedding):
 
 class Conv2d(_Uninitialised, nn.Conv2d):
     """``nn.Conv2d`` that starts uninitialised."""
+
+
+#: A position that no sample has.
+_BEHIND = 1 << 40
 
 
 class Span:
@@ -65,13 +70,27 @@ class Span:
             self.starts = torch.where(begins, place, 0).cummax(-1).values
         return tokens
 
+    def cut(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of ``tokens``, of whole samples, that are computed, and their positions."""
+        if self.rows is None:
+            return tokens, torch.arange(tokens.shape[-1], device=tokens.device)
+        return tokens[:, self.rows], self.rows
+
     def held(self, length: int, device: torch.device) -> Tensor:
-        """The positions of ``length`` rows."""
-        return torch.arange(length, device=device) if self.rows is None else self.rows
+        """The positions of ``length`` rows; those of padding come after all others."""
+        if self.rows is None:
+            return torch.arange(length, device=device)
+        return F.pad(self.rows, (0, length - len(self.rows)), value=_BEHIND)
 
     def places(self, rows: Tensor) -> Tensor:
         """Where positions ``rows`` lie in their documents: ``(rows,)`` or ``(samples, rows)``."""
-        return rows if self.starts is None else rows - self.starts[:, rows]
+        rows = rows.where(rows < _BEHIND, 0)
+        return rows if self.starts is None else rows - self.begin(rows)
+
+    def begin(self, rows: Tensor) -> Tensor:
+        """The first position of the document of each of ``rows``; padding has the last one's."""
+        assert self.starts is not None
+        return self.starts[:, rows.clamp(max=self.starts.shape[1] - 1)]
 
     def hides(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Whether a row may not see a column, because that comes later, or in another document:
@@ -80,7 +99,7 @@ class Span:
         later = columns[None, :] > rows[:, None]
         if self.starts is None:
             return later
-        other = self.starts[:, rows, None] != self.starts[:, None, columns]
+        other = self.begin(rows)[:, :, None] != self.begin(columns)[:, None]
         return (later | other)[:, None]
 
 

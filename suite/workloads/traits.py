@@ -118,10 +118,10 @@ TRAITS: dict[str, Trait] = {
         "dropout with its own generator, seeded per data coordinate", (14,), "inner", by_cut=True
     ),
     "rotary": Trait(
-        "queries and keys turn with their position in the document", (14, 20), "model", ATTENDING
+        "queries and keys turn with their position in the document", (35,), "model", ATTENDING
     ),
     "packed": Trait(
-        "samples of several documents, which do not see each other", (20, 9), "batch", ATTENDING
+        "samples of several documents, which do not see each other", (35,), "batch", ATTENDING
     ),
     "overflow_on_one_rank": Trait(
         "the backward of the last sample is infinite in step 1 and NaN in step 4",

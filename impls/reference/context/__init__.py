@@ -50,6 +50,7 @@ from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shardproof.axes import summing
 from shardproof.comm import Comm, Mesh
@@ -112,10 +113,10 @@ class ContextParallel:
     ) -> None:
         self.comm, self.options = comm, options
         self.span = self.find_span(module)
-        method: Ring | Gathered | Heads = getattr(self, f"{options.method}_type")(comm)
+        self.method: Ring | Gathered | Heads = getattr(self, f"{options.method}_type")(comm)
         self.cores = [module.get_submodule(n) for n, role in roles.items() if role == "core"]
         for core in self.cores:
-            core.forward = partial(method.attend, core)  # type: ignore[method-assign]
+            core.forward = partial(self.attend, core)  # type: ignore[method-assign]
 
     def find_span(self, module: nn.Module) -> Any:
         """The object that the parts of ``module`` share to know their positions.
@@ -136,6 +137,15 @@ class ContextParallel:
                 "them one, or leave the axis 'context' out"
             )
         return next(iter(spans.values()))
+
+    def attend(self, core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The attention of ``core`` in place of its forward."""
+        own, held = len(self.span.rows), query.shape[2]
+        if own == held:
+            return self.method.attend(core, query, key, value)
+        # Tensor ranks cut sequences, too, and pad what they gather: nobody may see the padding.
+        mixed = self.method.attend(core, *(part[:, :, :own] for part in (query, key, value)))
+        return F.pad(mixed, (0, 0, 0, held - own))
 
     def begin(self, micro: MicroBatch) -> None:
         """Take this rank's positions of ``micro``, before its forward."""

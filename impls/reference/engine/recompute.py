@@ -4,7 +4,8 @@ Problem.  Backward needs what forward computed; kept for a whole model, these ac
 the model's state.  A group of k units that keeps nothing but its input trades them for a second
 forward (Chen et al., arXiv 1604.06174).
 
-    forward    first unit     keep the input, the generators' states, copies of the buffers
+    forward    first unit     keep the input, the generators' states, copies of the buffers, and
+                              which positions this is of
                every unit     whatever autograd wants to save is thrown away, only counted
     backward   first need     run the group again from its input; its n-th saved tensor is the n-th
                               thrown away; each is handed to autograd once and let go
@@ -80,6 +81,9 @@ class Group:
             _refuse_global_draws(name, unit)
         values = [value for part in self.modules for value in vars(part).values()]
         self.generators = [value for value in values if isinstance(value, Generator)]
+        spans = (vars(part).get("span") for part in self.modules)
+        #: What the units know of the positions of a forward (``Build.__call__`` in contract.py).
+        self.spans = [*{id(span): span for span in spans if span is not None}.values()]
         self.call: Call | None = None  # the forward under way
         self.again: Call | None = None  # the one that is being repeated
         self.chained = False  # whether outputs were seen to be the next unit's inputs
@@ -154,6 +158,7 @@ class Call:
         # A version tells a change in place, after which a repetition would start from other values.
         self.inputs = [(t, t._version) for t in tensors_in(self.given)]
         self.draws = [generator.get_state() for generator in group.generators]
+        self.positions = [dict(vars(span)) for span in group.spans]
         self.buffers = Buffers(group.modules)
         self.reached = 0
         self.output: Any = None
@@ -234,19 +239,24 @@ class Call:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Restore generators and buffers from the start of the forward, and the current ones
-        afterwards.
+        """Restore generators, positions and buffers from the start of the forward, and the current
+        ones afterwards.
         """
-        generators = self.group.generators
+        generators, spans = self.group.generators, self.group.spans
         now = [generator.get_state() for generator in generators]
         for generator, state in zip(generators, self.draws, strict=True):
             generator.set_state(state)
+        positions = [dict(vars(span)) for span in spans]
+        for span, held in zip(spans, self.positions, strict=True):
+            vars(span).update(held)
         try:
             with self.buffers.as_read():
                 yield
         finally:
             for generator, state in zip(generators, now, strict=True):
                 generator.set_state(state)
+            for span, held in zip(spans, positions, strict=True):
+                vars(span).update(held)
 
 
 Bound = list[dict[str, Tensor | None]]  # per module: its buffers by name

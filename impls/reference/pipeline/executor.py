@@ -136,9 +136,13 @@ class Executor:
 
     # --------------------------------------------------------------------------------- computations
 
+    def begin(self, micro: MicroBatch) -> None:
+        """Called before each forward of a micro-batch; who cuts positions assigns its own."""
+
     def forward(self, action: Action) -> None:
         """F: compute, and keep the state for backward."""
         _, stage, micro = action
+        self.begin(self.window[micro])
         own, entered = self.stages[stage], self.stage_input(action)
         with self.trace(action), self.deferring(action) as deferred:
             output = own.module(entered)

@@ -234,16 +234,16 @@ class Vocabulary(SplitLayer):
 
 
 class Positions(SplitLayer):
-    """An embedding of positions under sequence parallelism: int64 ``(positions,)``, equal on all
-    ranks -> ``(share, width)`` of this rank, with zeros as padding. The table stays whole.
+    """An embedding of positions under sequence parallelism: int64 ``(..., positions)``, equal on
+    all ranks -> ``(..., share, width)`` of this rank, with zeros as padding. The table stays whole.
     """
 
     def forward(self, compute: Compute, *args: Any) -> Tensor:
         """Send no message."""
         positions: Tensor = args[0]
-        size = share(len(positions), self.comm.size)
-        own = compute(positions[self.comm.rank * size : (self.comm.rank + 1) * size])
-        return F.pad(own, (0, 0, 0, size - len(own)))
+        size = share(positions.shape[-1], self.comm.size)
+        own = compute(positions[..., self.comm.rank * size : (self.comm.rank + 1) * size])
+        return F.pad(own, (0, 0, 0, size - own.shape[-2]))
 
 
 class Placed(SplitLayer):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardproof import axes, table
-from shardproof.checks.causes import fits
+from shardproof.checks.causes import fits, positions
 from shardproof.checks.causes.fits import some
 from shardproof.checks.causes.state import of_buffers_at_start
 from shardproof.contract import Batch, MicroBatch, Piece
@@ -127,6 +127,7 @@ class _Losses:
         yield from self._selections(losses)
         yield from self._weighted(losses)
         yield from self._biases(loss_of, states)
+        yield from positions.losses(self.evidence, states, self.batches, training_mode=True)
         turned = _sum(self.of(loss_of, states, [_next_targets(batch) for batch in self.batches]))
         yield turned, "this is the loss against the targets of the next micro-batch"
         yield from self._of_outputs(states, True)

@@ -223,7 +223,8 @@ def _resident(evidence: Figures, cost_model: CostModel, record: RankRecord) -> I
                 yield "held", step, point, "communication", held, 0, limit
             if (limit := cost_model.unclassified_limit(rank, step)) is not None:
                 held = sum(in_use.get(kind, 0) for kind in ("activations", "temporary"))
-                yield "held", step, point, "activations and temporaries", held, 0, limit
+                most = limit + cost_model.facts.noted
+                yield "held", step, point, "activations and temporaries", held, 0, most
 
 
 def _promised(

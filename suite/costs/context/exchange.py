@@ -1,16 +1,15 @@
-"""Context parallelism: what ranks exchange so that attention sees positions of other ranks."""
+"""What context ranks exchange so that attention sees positions of other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
 from shardproof.costs import model
-from shardproof.costs.ddp import DDP
 from shardproof.costs.model import Flow, Operation
-from shardproof.costs.model_facts import ITEMSIZE, ModelFacts
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, shape_key
 
 AXIS = "context"
 
@@ -120,6 +119,34 @@ class Exchange:
             Flow(AXIS, "recv", Fraction(0), calls),
         ]
 
+    def cut_facts(self) -> ModelFacts:
+        """The facts for axes that cut what a context rank has: each of its parts of a sample is a
+        micro-batch of a data coordinate of its own.
+        """
+        facts, key = self.facts, any(n.endswith(".dropout_counter") for n in self.facts.modules)
+        if self.ranks == 1:
+            return facts
+        hidden = dict(facts.hidden)
+        inputs = []
+        for step in facts.inputs:
+            coordinates = []
+            for share in step:
+                for place in range(self.ranks):
+                    windows = []
+                    for window in share:
+                        shapes = []
+                        for shape in window:
+                            length = shape[1] - key
+                            own = shares(length, self.ranks, self.cut)[place]
+                            part = (shape[0], own + key)
+                            if whole := facts.hidden.get(shape_key(shape)):
+                                hidden[shape_key(part)] = tuple(n // length * own for n in whole)
+                            shapes.append(part)
+                        windows.append(tuple(shapes))
+                    coordinates.append(tuple(windows))
+            inputs.append(tuple(coordinates))
+        return replace(facts, inputs=tuple(inputs), hidden=hidden)
+
     @property
     def links(self) -> list[tuple[int, int]]:
         """Neighbours on the ring, sender first."""
@@ -153,26 +180,3 @@ def _rectangle(rows: list[int], columns: list[int]) -> int:
     """Scores of the rows that see some column with the columns that some row sees."""
     seeing = sum(columns[0] <= row for row in rows) if columns else 0
     return seeing * sum(column <= rows[-1] for column in columns) if rows else 0
-
-
-class Context(DDP):
-    """Full replication; gradients are summed over all ranks, positions of samples are cut."""
-
-    strategy = "context"
-    source = (
-        "keys and values of a layer forward, their gradients backward, (C-1) 2 B S K D e bytes "
-        "each: all-gather, Llama 3 (arXiv 2407.21783) section 3.3.2; ring, arXiv 2310.01889, with "
-        "the blocks once more in backward and C hops of gradients in float32 or wider; heads, "
-        "(C-1)/C B S (2 H + 2 K) D e each: DeepSpeed-Ulysses (arXiv 2309.14509); gradients of "
-        "parameters as ddp, over replicate x context"
-    )
-
-    @property
-    def exchange(self) -> Exchange:
-        """The messages of attention."""
-        option = self.facts.option
-        return Exchange(self.facts, option("method", "ring"), option("cut", "contiguous"))
-
-    def flows(self) -> list[Flow]:
-        """Gradients over all ranks, and what attention sends."""
-        return [*self.packed("all_reduce", self.facts.trainable), *self.exchange.flows()]
