@@ -126,6 +126,7 @@ class DeepSpeedPipeline(Saves):
                 **dict.fromkeys(idle, ZERO_GRADIENT),
                 **NO_BYTES,
                 "loss_scale": NO_SCALE,
+                "packed": "only the first stage gets the inputs, which tell where documents begin",
                 "incomplete_window": ONE_WINDOW,
                 **({} if chosen.dynamic_shape else {"variable_lengths": ONE_LENGTH}),
             },

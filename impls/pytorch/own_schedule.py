@@ -31,6 +31,7 @@ from shardproof.impls.pytorch.pipelining import (
     INFERENCE,
     ONE_SHAPE,
     TORN,
+    UNSEEN,
     Pipelining,
     outline,
     told_orders,
@@ -103,7 +104,8 @@ class Options(Saved):
         """Traits that torch does not support."""
         kept = ("rebound_buffer", "dropout_stateful")
         spoilt = dict.fromkeys(kept, INFERENCE) if self.shapes == "inferred" else {}
-        return {"tied_over_units": TORN, **spoilt, "variable_lengths": ONE_SHAPE}
+        always = {"tied_over_units": TORN, "variable_lengths": ONE_SHAPE, "packed": UNSEEN}
+        return always | spoilt
 
     def refused(self, what: str) -> Refused:
         """The error for a wrong option."""

@@ -120,6 +120,7 @@ GATHER = "UNSHARD"
 TORN = "torch does not exchange the gradients of a tied parameter between two ranks"
 TORN_STATE = "torch cannot gather one full state dict from stages on several ranks"
 ONE_SHAPE = "torch's schedules cut a window into parts of equal shape"
+UNSEEN = "the inputs, which tell where documents begin, reach the first stage only"
 INFERENCE = "torch infers shapes with a forward in training mode; set shapes: given"
 
 
@@ -189,7 +190,7 @@ class Options(Saved):
         torn = {} if self.name in V_SHAPED else {"tied_over_units": TORN}
         kept = ("rebound_buffer", "dropout_stateful")
         spoilt = dict.fromkeys(kept, INFERENCE) if self.shapes == "inferred" else {}
-        return torn | spoilt | {"variable_lengths": ONE_SHAPE}
+        return torn | spoilt | {"variable_lengths": ONE_SHAPE, "packed": UNSEEN}
 
 
 class Stage(pipelining.PipelineStage):

@@ -35,6 +35,7 @@ from shardproof.impls.pytorch import (
 from shardproof.impls.pytorch.checkpoint import options as torch_options
 from shardproof.impls.reference import (
     async_sgd,
+    context,
     ddp,
     diloco,
     elastic,
@@ -67,6 +68,7 @@ TAKEN: dict[str, Any] = {
     "reference/zero3": zero3.Options,
     "reference/fsdp": schedule.Options,
     "reference/tensor": tensor.Options,
+    "reference/context": context.Options,
     "reference/pipeline": pipeline.Options,
     "reference/hybrid": reference_hybrid.Options,
     "reference/algorithms": OfBoth,

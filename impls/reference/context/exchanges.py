@@ -52,7 +52,8 @@ class Gathered:
         # Ranks send equal parts: where one has a position fewer, padding travels, and is cut off.
         part = F.pad(block, (0, 0, 0, share - block.shape[3])).contiguous()
         whole = part.new_empty(self.comm.size, *part.shape)
-        self.comm.all_gather(whole, part)
+        # Flat: gloo wants ranks on the first dimension, and takes no further one for them.
+        self.comm.all_gather(whole.view(-1), part.view(-1))
         parts = zip(whole, lengths, strict=True)
         return torch.cat([part[..., :length, :] for part, length in parts], 3)
 
@@ -64,7 +65,7 @@ class Gathered:
         parts = whole.split([*lengths], 3)
         padded = torch.stack([F.pad(p, (0, 0, 0, share - p.shape[3])) for p in parts])
         part = padded.new_empty(padded.shape[1:])
-        self.comm.reduce_scatter(part, padded)
+        self.comm.reduce_scatter(part.view(-1), padded.view(-1))
         return part[..., : lengths[self.comm.rank], :]
 
 

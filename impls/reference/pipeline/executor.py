@@ -73,6 +73,9 @@ class Executor:
         self.enter, self.loss, self.trace = enter, loss, trace
         self.last = len(place) - 1
         self.messages = self.messages_type(comm)
+        parts = [part for stage in stages.values() for part in stage.module.modules()]
+        spans = (vars(part).get("span") for part in parts)
+        self.spans = [*{id(span): span for span in spans if span is not None}.values()]
         self.do: dict[str, Callable[[Action], None]] = {
             **dict.fromkeys(("SF", "SB"), self.send),
             **dict.fromkeys(("RF", "RB"), self.receive),
@@ -137,7 +140,12 @@ class Executor:
     # --------------------------------------------------------------------------------- computations
 
     def begin(self, micro: MicroBatch) -> None:
-        """Called before each forward of a micro-batch; who cuts positions assigns its own."""
+        """Note where documents begin, for stages that do not see the inputs.
+
+        A strategy that cuts positions assigns its own.
+        """
+        for span in self.spans:
+            span.read(micro.inputs)
 
     def forward(self, action: Action) -> None:
         """F: compute, and keep the state for backward."""

@@ -1,0 +1,121 @@
+"""Context parallelism: cuts, results of whole attention, and the scores that each rank computes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from local_ranks import succeed
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardproof.comm import Mesh
+from shardproof.costs.context.exchange import Exchange
+from shardproof.costs.model_facts import ModelFacts
+from shardproof.impls.reference.context.cuts import positions
+from shardproof.impls.reference.context.exchanges import Gathered, Heads
+from shardproof.impls.reference.context.ring import Ring, Seen
+from shardproof.workloads.gpt import CoreAttention
+from shardproof.workloads.layers import Span
+
+CUTS = ("contiguous", "zigzag", "striped")
+METHODS: dict[str, Any] = {"ring": Ring, "all_gather": Gathered, "all_to_all": Heads}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("length", "ranks"), [(12, 2), (13, 3), (2, 4), (1, 1)])
+def test_each_position_lies_on_one_rank(cut: Any, length: int, ranks: int) -> None:
+    own = [positions(length, ranks, rank, cut) for rank in range(ranks)]
+    assert sorted(torch.cat(own).tolist()) == list(range(length))
+    assert all(part.tolist() == sorted(part.tolist()) for part in own)
+    facts = ModelFacts({"context": ranks}, {}, ())
+    exchange = Exchange(facts, "ring", cut)
+    assert [part.tolist() for part in own] == [exchange.held(r, length) for r in range(ranks)]
+
+
+def test_a_zigzag_gives_each_rank_an_early_and_a_late_chunk() -> None:
+    assert positions(8, 2, 0, "zigzag").tolist() == [0, 1, 6, 7]
+    assert positions(8, 2, 1, "zigzag").tolist() == [2, 3, 4, 5]
+
+
+class Scores(TorchDispatchMode):
+    """Counts the elements of each product of queries and keys: the first one of each block."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.bmm.default and args[0].shape[-1] == self.size:
+            # (rows, size) x (size, columns); the second product of a block is over columns.
+            self.count += result.numel()
+        return result
+
+
+def attention(
+    method: str, cut: Any, ranks: int, heads: tuple[int, int], starts: list[int] | None = None
+) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Results, gradients of queries, keys and values, and scores, whole; of all ranks together."""
+    length, size = 16, 64
+    torch.manual_seed(0)
+    shapes = [(2, heads[0], length, size), *[(2, heads[1], length, size)] * 2]
+    whole = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    upstream = torch.randn(shapes[0], dtype=torch.float64)
+
+    def span() -> Span:
+        made = Span()
+        made.starts = None if starts is None else torch.tensor([starts] * 2)
+        return made
+
+    def body(rank: int, world: int) -> Any:
+        comm = Mesh({"context": world}).comm("context")
+        core = CoreAttention(own := span())
+        own.parts = [positions(length, world, r, cut) for r in range(world)]
+        own.rows = own.parts[rank]
+        given = [part[:, :, own.rows].clone().requires_grad_() for part in whole]
+        with Scores(size) as counted:
+            result = METHODS[method](comm).attend(core, *given)
+        result.backward(upstream[:, :, own.rows])
+        return own.rows, result.detach(), [part.grad for part in given], counted.count
+
+    found = succeed(body, ranks)
+    together = [torch.empty(shape, dtype=torch.float64) for shape in (shapes[0], *shapes)]
+    for rows, result, gradients, _ in found:
+        for held, part in zip(together, (result, *gradients), strict=True):
+            held[:, :, rows] = part
+    given = [part.clone().requires_grad_() for part in whole]
+    true = CoreAttention(span())(*given)
+    true.backward(upstream)
+    wanted = [true.detach(), *(part.grad for part in given)]
+    return together, wanted, [count for *_, count in found]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("starts", [None, [0] * 5 + [5] * 7 + [12] * 4])
+def test_results_and_gradients_are_those_of_the_whole(
+    method: str, cut: str, starts: list[int] | None
+) -> None:
+    found, wanted, _ = attention(method, cut, 3, (6, 3), starts)
+    for held, true in zip(found, wanted, strict=True):
+        assert (held - true).norm() < 1e-13 * true.norm()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_each_rank_computes_as_many_scores_as_the_formula_says(cut: str) -> None:
+    """Counted in the products that torch carries out, not asked of the implementation."""
+    found, wanted, counted = attention("ring", cut, 4, (2, 2))
+    assert (found[0] - wanted[0]).norm() < 1e-13 * wanted[0].norm()
+    exchange = Exchange(ModelFacts({"context": 4}, {}, ()), "ring", cut)
+    samples, heads = 2, 2
+    assert counted == [samples * heads * exchange.scores(rank, 16) for rank in range(4)]
+    assert (len({*counted}) == 1) == (cut == "zigzag")
+
+
+def test_a_rank_that_sees_nothing_computes_nothing() -> None:
+    span = SimpleNamespace(hides=Span().hides)
+    seen = Seen.of(span.hides(torch.arange(4), torch.arange(4, 8)))
+    assert len(seen.rows) == len(seen.columns) == 0 and seen.length == 4
