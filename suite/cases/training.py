@@ -172,7 +172,8 @@ class TrainingWork(Work):
         """Records, oracle and costs."""
         (records,) = left.legs
         model = workload_facts(self.workload)
-        evidence = Evidence(self.case, records, truth, model, self.facts, self.schedules)
+        facts = self.facts.routed_as(step.routed for step in truth.steps)
+        evidence = Evidence(self.case, records, truth, model, facts, self.schedules)
         evidence.meeting, evidence.train_rounded = self.oracle.meeting, self.oracle.rounded
         evidence.own_costs = _own_costs(self.system, evidence)
         return evidence

@@ -12,8 +12,8 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,16 @@ class CaseFacts(dict[str, Number]):
     def __init__(self, numbers: Mapping[str, Number], model_facts: ModelFacts) -> None:
         super().__init__(numbers)
         self.model_facts = model_facts
+
+    def routed_as(self, steps: Iterable[Iterable[Mapping[str, Any]]]) -> CaseFacts:
+        """The same with the routing of the oracle: by step and data coordinate, layer -> tensor of
+        pairs by expert.
+        """
+        routed = tuple(
+            tuple({name: (*counts.tolist(),) for name, counts in own.items()} for own in step)
+            for step in steps
+        )
+        return CaseFacts(self, replace(self.model_facts, routed=routed))
 
 
 #: Characters of an expression, which bound its depth as well.

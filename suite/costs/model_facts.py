@@ -113,6 +113,8 @@ class ModelFacts(Stored):
     ``terms``: bytes of the statistics of each loss term that spans the global batch.
     ``completed``: trained parameters in the order in which backward completes their gradients
     (empty: the reverse of their registration).
+    ``routed``: by step and data coordinate how many pairs of a token and an expert each expert of
+    a layer carried out in the oracle; empty: it has no such layer, or no numbers.
     """
 
     axes: Mapping[str, int]
@@ -142,6 +144,7 @@ class ModelFacts(Stored):
     completed: tuple[str, ...] = ()
     #: Most bytes of integers by which a model may know documents and positions between steps.
     noted: int = 0
+    routed: tuple[tuple[Mapping[str, tuple[int, ...]], ...], ...] = ()
 
     @property
     def world(self) -> int:

@@ -47,7 +47,7 @@ from shardproof.oracle.optimizers import build_optimizer, read_slots, set_learni
 from shardproof.oracle.truth import Truth, TruthStep
 from shardproof.registry import follows
 from shardproof.registry.follows import Follows
-from shardproof.workloads import Workload, for_case, make
+from shardproof.workloads import Workload, for_case, make, mixture
 from shardproof.workloads.draws import read_draws, restore_draws
 
 Tensors = dict[str, Tensor]
@@ -209,11 +209,12 @@ class _Training:
         batches, spec = self._share_out(step)
         spec = self.way.follows.spec(spec, step)
         pulls = self._pulls(batches)
+        routed: list[Tensors] = []
         if self.rule == "synced":
             parts = [_joint(self.model.device, batches, self.buffers)]
         else:
             parts = [
-                self._accumulate(n, *each)
+                self._accumulate(n, *each, routed)
                 for n, each in enumerate(zip(batches, pulls, strict=True))
             ]
         fold = self.way.fold
@@ -223,7 +224,8 @@ class _Training:
         done = self.model.update(step, spec, total, losses)
         if not done.skipped:
             self._move_buffers(step, done)
-        return replace(done, buffers=list(self.buffers), given=given, sent=sent, kept=kept)
+        done = replace(done, buffers=list(self.buffers), routed=routed)
+        return replace(done, given=given, sent=sent, kept=kept)
 
     def _move_buffers(self, step: int, done: TruthStep) -> None:
         """Move those that the system moves after its update, alike for all coordinates."""
@@ -274,13 +276,16 @@ class _Training:
         return batches, replace(self.optimizer, lr=self.optimizer.lr * now.rate)
 
     def _accumulate(
-        self, number: int, batch: Batch, pulled: Sequence[Pull]
+        self, number: int, batch: Batch, pulled: Sequence[Pull], routed: list[Tensors]
     ) -> tuple[list[float], list[Tensors]]:
-        """Loss and gradients of one coordinate, from its own buffers and draws."""
+        """Loss and gradients of one coordinate, from its own buffers and draws; ``routed`` gets
+        what its tokens chose.
+        """
         module = self.model.module
         self._enter(number)
         found = self.model.device.accumulate(batch, self.way.by_round, pulled)
         self.buffers[number], self.draws[number] = buffers_of(module), read_draws(module)
+        routed.append(self.model.device.routed)
         return found
 
 
@@ -345,6 +350,8 @@ class Device:
             for name, buffer in owner.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(owner, name, buffer.to(self.dtypes["buffers"]))
+        #: Layer -> pairs that each expert carried out in the micro-batches of one coordinate.
+        self.routed: Tensors = {}
         #: Names in the order in which backwards were done with them; the last one counts.
         self.done: dict[str, None] = {}
         for name, p in module.named_parameters():
@@ -375,8 +382,11 @@ class Device:
         """
         total = sum(pull.share for pull in pulled)
         gradients: list[Tensors] = [] if apart else [{}]
+        self.routed = {}
         for micro in batch.micro_batches:
             outputs = self.forward(micro.inputs)
+            for name, counts in mixture.carried_out(self.module).items():
+                self.routed[name] = self.routed.get(name, 0) + counts
             loss = self.loss(outputs, micro)
             pulling = [(p.slope * p.term.statistics(outputs, micro)).sum() for p in pulled]
             (sum(pulling, loss) * self.scale).backward()

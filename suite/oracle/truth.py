@@ -26,7 +26,8 @@ class TruthStep:
     after its last micro-batch.  ``scale``: what losses are multiplied by; ``skipped``: an overflow
     left the update out.  Of a system that keeps what it does not send ``given`` are the gradients
     of each coordinate, ``sent`` what it gave to the sum, ``kept`` what else is kept
-    (:class:`~shardproof.contract.Emulation`).
+    (:class:`~shardproof.contract.Emulation`).  ``routed``: of each coordinate, by layer, how many
+    pairs of a token and an expert were carried out by each expert, in all its micro-batches.
 
     Where coordinates train alone, ``apart`` has the step of each, and the other fields are those of
     the first, but the loss; ``met``: it ended in a meeting.
@@ -45,6 +46,7 @@ class TruthStep:
     given: Sequence[Tensors] = ()
     sent: Sequence[Tensors] = ()
     kept: Tensors = field(default_factory=dict)
+    routed: Sequence[Tensors] = ()
     apart: Sequence[TruthStep] = ()
     met: bool = False
 

@@ -10,7 +10,7 @@ from shardproof.workloads.cnn import DigitsCNN
 from shardproof.workloads.dyadic import DyadicMLP
 from shardproof.workloads.experts import DigitsExperts
 from shardproof.workloads.gpt import CharnamesGPT
-from shardproof.workloads.knobs import WorkloadError, lookup
+from shardproof.workloads.knobs import Params, WorkloadError, lookup
 from shardproof.workloads.penalty import DigitsPenalty
 from shardproof.workloads.rnn import CharnamesRNN
 from shardproof.workloads.traits import TRAITS as TRAITS
@@ -33,8 +33,9 @@ def make(
         lane that the workload has no form for.
     """
     family = _family(spec.name)
-    _check_lane(family, lane)
-    return Workload(family, spec, dtype, rounded_to)
+    workload = Workload(family, spec, dtype, rounded_to)
+    _check_lane(family, lane, workload.params)
+    return workload
 
 
 def for_case(case: Case) -> Workload:
@@ -55,8 +56,7 @@ def check(spec: WorkloadSpec, lane: Lane = "fp64") -> None:
         own.check_name(spec.name, spec.traits)
         return
     family = _family(spec.name)
-    resolve(family, spec)
-    _check_lane(family, lane)
+    _check_lane(family, lane, resolve(family, spec))
 
 
 def _family(name: str) -> WorkloadFamily:
@@ -76,7 +76,9 @@ def in_lane(lane: Lane) -> list[str]:
     return [name for name, family in WORKLOADS.items() if lane != "dyadic" or family.dyadic]
 
 
-def _check_lane(family: WorkloadFamily, lane: Lane) -> None:
+def _check_lane(family: WorkloadFamily, lane: Lane, params: Params) -> None:
     if lane == "dyadic" and not family.dyadic:
         why = f"{family.name} has no {lane} form: its numbers are not small integers"
         raise WorkloadError(f"{why}; workloads that have one: {', '.join(in_lane(lane))}")
+    if unfit := family.unfit(params, lane):
+        raise WorkloadError(unfit)

@@ -133,6 +133,10 @@ class WorkloadFamily(ABC):
             raise ValueError(f"a {type(model).__name__} cannot be cut into stages")
         return layers.StackPart(model, start, stop)
 
+    def unfit(self, params: Params, lane: str) -> str:
+        """Why the numbers of ``lane`` do not hold for the model (empty: they do)."""
+        return ""
+
     def unstaged(self, params: Params) -> str:
         """Why the model cannot be cut into stages (empty: it can)."""
         return ""

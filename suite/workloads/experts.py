@@ -14,7 +14,6 @@ of which the loss has two terms more:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -22,12 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardproof.contract import CrossEntropy, LossTerm, MicroBatch, Role
+from shardproof.workloads import mixture
 from shardproof.workloads.cnn import CLASSES, DigitsCNN
 from shardproof.workloads.knobs import Knob, Params
 from shardproof.workloads.layers import Linear, Place, Stack
-
-#: Weights of the two terms: large enough that a fault in either shows in every gradient.
-BALANCE, Z = 0.1, 0.01
 
 
 class Mixture(nn.Module):
@@ -80,29 +77,18 @@ class DigitsExperts(DigitsCNN):
 
     def terms(self, params: Params) -> Sequence[LossTerm]:
         """The load-balancing loss."""
-        experts = params["experts"]
-        of = partial(_statistics, experts), partial(_balance, experts)
-        return [LossTerm("balance", params["scope"], 2 * experts + 1, *of)]
+        asked = {"experts": params["experts"], "top_k": 1, "balance": params["scope"]}
+        return mixture.balance(asked, _scores, 1)
 
     def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """``sum(weight * (cross entropy + z-loss))``, computed in the dtype of the weights."""
         outputs = outputs.to(micro.weights.dtype)
-        logits, scores = outputs[:, :CLASSES], outputs[:, CLASSES:]
+        logits, scores = outputs[:, :CLASSES], _scores(outputs)
         ignored = CrossEntropy.ignore_index
         losses = F.cross_entropy(logits, micro.targets, reduction="none", ignore_index=ignored)
-        return (micro.weights * (losses + Z * scores.logsumexp(-1).square())).sum()
+        return (micro.weights * (losses + mixture.z_loss(scores))).sum()
 
 
-def _statistics(experts: int, outputs: Tensor, micro: MicroBatch) -> Tensor:
-    """Weighted sums: of the choices, of the router's weights, and of 1."""
-    weights = micro.weights.unsqueeze(1)
-    given = outputs[:, CLASSES:].to(weights.dtype).softmax(-1)
-    chosen = F.one_hot(given.argmax(-1), experts).to(weights.dtype)
-    return torch.cat([(weights * chosen).sum(0), (weights * given).sum(0), weights.sum(0)])
-
-
-def _balance(experts: int, statistics: Tensor) -> Tensor:
-    """``E sum_i f_i P_i``, as much as the part of the batch weighs; 0 of a part without targets."""
-    chosen, given, weight = statistics.split([experts, experts, 1])
-    product: Tensor = (chosen * given).sum() / weight[0].clamp(min=1e-30)
-    return BALANCE * experts * product
+def _scores(outputs: Tensor) -> Tensor:
+    """Those of the one router, ``(samples, 1, experts)``, behind the logits."""
+    return outputs[:, CLASSES:].unsqueeze(1)

@@ -11,7 +11,8 @@ Attention is written out, so that it is the same function in every dtype and on 
 ``CoreAttention`` looks at other positions than its own.  With trait ``rotary`` queries and keys
 turn with their position, as well (arXiv 2104.09864).
 ``label_smoothing`` is part of the loss, and so is ``confidence_penalty`` times the negative entropy
-of the predictions (arXiv 1701.06548), a second function of the logits.  With ``first_step: head``
+of the predictions (arXiv 1701.06548), a second function of the logits.  With ``experts`` every MLP
+is a mixture of so many (``workloads/mixture.py``).  With ``first_step: head``
 the head learns alone in step 0: every other parameter is without a gradient, so that whole shares
 of ranks are.
 
@@ -25,7 +26,7 @@ start token 1, and attention sees nothing before that.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -33,8 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardproof.contract import CrossEntropy, MicroBatch, Role
-from shardproof.workloads import data
+from shardproof.contract import CrossEntropy, LossTerm, MicroBatch, Role
+from shardproof.workloads import data, mixture
 from shardproof.workloads.base import Found, Picks, Region, Samples, Workload, WorkloadFamily
 from shardproof.workloads.knobs import Knob, Params, WorkloadError
 from shardproof.workloads.layers import (
@@ -174,6 +175,16 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(hidden)))
 
 
+def _mlp(params: Params, place: Place) -> nn.Module:
+    """The second half of a block: an MLP, or a mixture of them."""
+    width, count = params["width"], params.get("experts", 0)
+    if not count:
+        return Mlp(width, place)
+    shared = [Mlp(width, place) for _ in range(params["shared_experts"])]
+    experts = mixture.Experts(count, width, 4 * width, mixture.two_layers, place)
+    return mixture.Mixture(params, width, shared, experts, place)
+
+
 def _in_columns(hidden: Tensor) -> Tensor:
     """The same values, feature by feature in memory."""
     return hidden.mT.contiguous().mT
@@ -195,7 +206,7 @@ class Block(nn.Module):
         self.norm1 = norm(width, **place)
         self.add_module(kind, module)
         self.norm2 = norm(width, **place)
-        self.mlp = Mlp(width, place)
+        self.mlp = _mlp(params, place)
         self.odd = odd
 
     def forward(self, given: Passed) -> Passed:
@@ -234,6 +245,7 @@ class CharnamesGPT(WorkloadFamily):
         "layout": Knob("rows", choices=("rows", "columns", "both")),
         "passes": Knob("tensor", choices=("tensor", "nested")),
         "first_step": Knob("all", choices=("all", "head")),
+        **mixture.KNOBS,
     }
 
     sizes: ClassVar = {
@@ -249,6 +261,7 @@ class CharnamesGPT(WorkloadFamily):
             if sizes[divided] % sizes[by]:
                 whole = f"{divided} = {sizes[divided]}"
                 raise WorkloadError(f"{self.name}: {whole} is not divisible by {by} = {sizes[by]}")
+        mixture.check(self.name, params)
 
     def size(self) -> int:
         """Number of names."""
@@ -261,7 +274,8 @@ class CharnamesGPT(WorkloadFamily):
         odd: dict[str, Oddities | None]
         odd = {at: oddities(at, traits, width, -1, place) for at in PLACES}
         inner = [odd["inner"] if index == layers // 2 else None for index in range(layers)]
-        stack = Stack(
+        kind = mixture.ScoringStack if mixture.shows_scores(params) else Stack
+        stack = kind(
             embed=Embed(params["vocab"], params["seq"], width, span, place),
             blocks=[
                 Block(self.mixer(params, traits, span, place), params, own, place) for own in inner
@@ -279,7 +293,8 @@ class CharnamesGPT(WorkloadFamily):
         if params["tied"] or "tied_over_units" in traits:
             tie(stack, "embed.token", "head")
         if "frozen" in traits:
-            stack.get_parameter("blocks.0.mlp.down.weight").requires_grad_(False)
+            down = "experts.down" if params.get("experts") else "down.weight"
+            stack.get_parameter(f"blocks.0.mlp.{down}").requires_grad_(False)
         return stack
 
     def mixer(
@@ -312,16 +327,32 @@ class CharnamesGPT(WorkloadFamily):
 
     def cross_entropy(self, params: Params) -> CrossEntropy | None:
         """None where the loss has another term."""
-        return None if params.get("confidence_penalty") else super().cross_entropy(params)
+        alone = not params.get("confidence_penalty") and not mixture.shows_scores(params)
+        return super().cross_entropy(params) if alone else None
+
+    def terms(self, params: Params) -> Sequence[LossTerm]:
+        """The load-balancing loss of a mixture of experts."""
+        return mixture.balance(params, partial(_scores, params), params["layers"])
+
+    def depends_on_cut(self, params: Params) -> bool:
+        """Whether capacity or balance is that of a part of the batch."""
+        return mixture.depends_on_cut(params)
 
     def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
-        """The cross-entropy, and the penalty on confidence."""
+        """The cross-entropy, the penalty on confidence, and the z-loss of routers."""
+        weights, logits = micro.weights.reshape(-1), outputs
         penalty = params.get("confidence_penalty", 0.0)
-        alone = super().loss({**params, "confidence_penalty": 0.0}, outputs, micro)
-        if not penalty:
-            return alone
-        logs = outputs.flatten(0, -2).to(micro.weights.dtype).log_softmax(-1)
-        return alone + penalty * (micro.weights.reshape(-1) * (logs.exp() * logs).sum(-1)).sum()
+        plain = {**params, "confidence_penalty": 0.0, "balance": "none", "z_loss": False}
+        if mixture.shows_scores(params):
+            logits = outputs[..., : params["vocab"]]
+        loss = super().loss(plain, logits, micro)
+        if params.get("z_loss"):
+            scores = _scores(params, outputs.to(weights.dtype))
+            loss = loss + (weights * mixture.z_loss(scores)).sum()
+        if penalty:
+            logs = logits.flatten(0, -2).to(weights.dtype).log_softmax(-1)
+            loss = loss + penalty * (weights * (logs.exp() * logs).sum(-1)).sum()
+        return loss
 
     def flags(self, params: Params, step: int) -> int:
         """That of the first step, where the head learns alone in it."""
@@ -334,8 +365,22 @@ class CharnamesGPT(WorkloadFamily):
         own = name.startswith("head.") or (tied and name == "embed.token.weight")
         return params["first_step"] == "head" and not own
 
+    def unfit(self, params: Params, lane: str) -> str:
+        """In a narrow dtype a token near the border of two experts goes to the other one."""
+        if lane != "working_precision" or not params.get("experts"):
+            return ""
+        return (
+            f"{self.name}: with experts, rounding sends tokens to other experts, which is another "
+            "training; use lane fp64"
+        )
+
     def unstaged(self, params: Params) -> str:
-        """The last stage has no inputs, whose flags say what learns."""
+        """The last stage has no inputs, whose flags say what learns, and no scores of others."""
+        if mixture.shows_scores(params):
+            return (
+                f"{self.name}: balance and z_loss need the scores of all routers, which only the "
+                "stages of these have"
+            )
         if params.get("first_step") != "head":
             return ""
         return (
@@ -353,6 +398,11 @@ class CharnamesGPT(WorkloadFamily):
         return {
             f"blocks.{index}.attention.qkv.bias": [(keys,)] for index in range(params["layers"])
         }
+
+
+def _scores(params: Params, outputs: Tensor) -> Tensor:
+    """The scores of all routers, ``(targets, layers, experts)``, behind the logits."""
+    return outputs.flatten(0, -2)[:, params["vocab"] :].unflatten(-1, (-1, params["experts"]))
 
 
 def _kv_heads(params: Params) -> int:

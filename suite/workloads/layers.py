@@ -251,6 +251,8 @@ def _drawn(seed: str, name: str, shape: torch.Size, kind: type[nn.Module]) -> Te
         value = 1 + 0.1 * noise if leaf == "weight" else 0.1 * noise
     elif kind is nn.Embedding:
         value = 0.2 * noise
+    elif len(shape) == 3:  # matrices of experts, one for each
+        value = noise / math.sqrt(shape[-1])
     elif leaf == "weight" and len(shape) > 1:
         value = noise / math.sqrt(max(1, math.prod(shape[1:])))
     elif leaf == "bias":

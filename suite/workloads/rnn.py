@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardproof.workloads import mixture
 from shardproof.workloads.base import Region
 from shardproof.workloads.gpt import CharnamesGPT
 from shardproof.workloads.knobs import Params
@@ -60,7 +61,9 @@ class CharnamesRNN(CharnamesGPT):
     name = "charnames_rnn"
     about = "a recurrent cell in the place of attention: state along the sequence"
     knobs: ClassVar = {
-        name: knob for name, knob in CharnamesGPT.knobs.items() if name not in ("heads", "kv_heads")
+        name: knob
+        for name, knob in CharnamesGPT.knobs.items()
+        if name not in ("heads", "kv_heads", *mixture.KNOBS)
     }
     sizes: ClassVar = {}
 
