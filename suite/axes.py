@@ -8,6 +8,7 @@ what an axis does.  Every function returns the axes that the given mesh has, out
     replicate  samples    yes          all parameters     -
     shard      state      yes          all parameters     -
     context    positions  no           all parameters     combined
+    expert     experts    yes          all but experts    combined
     tensor     widths     no           nothing            combined
 """
 
@@ -54,6 +55,13 @@ AXES: tuple[Axis, ...] = (
     Axis("shard", "state", role="data", own_samples=True, sums="all", grows=True),
     Axis(
         *("context", "positions"), role="positions", sums="all", activations="combined", sends=True
+    ),
+    Axis(
+        *("expert", "experts"),
+        role="experts",
+        own_samples=True,
+        sums="dense",
+        activations="combined",
     ),
     Axis("tensor", "widths", role="layers", activations="combined"),
 )

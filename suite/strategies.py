@@ -94,6 +94,7 @@ _ZERO1, _ZERO2, _ZERO3 = (_ZERO.union(SHARDED[:stage]) for stage in (1, 2, 3))
 _COPIES, _SHARDS = (axes.cutting("samples"),), (axes.cutting("state"),)
 _PIPE, _TENSOR = (axes.cutting("layers"),), (axes.cutting("widths"),)
 _CONTEXT = (axes.cutting("positions"),)
+_EXPERTS = (axes.cutting("experts"),)
 _DATA = (*_COPIES, *_SHARDS)
 _GRID = (*_PIPE, *_DATA, *_CONTEXT, *_TENSOR)
 
@@ -136,6 +137,7 @@ _RECORDS = (
     ),
     _record("tensor", "tensor:TensorParallel", "tensor", _SPLIT, _TENSOR),
     _record("context", "context:Context", "", _ZERO | {"context"}, (*_COPIES, *_CONTEXT)),
+    _record("expert", "expert:ExpertParallel", "", _ZERO, (*_COPIES, *_EXPERTS)),
     _record("hybrid", "hybrid:Hybrid", "hybrid", _SPLIT | {"stages"}, _GRID, own_stages=True),
 )
 #: The strategies of the textbook, by name.

@@ -22,6 +22,7 @@ COST_FILES = {
     "costs/context/__init__.py": "context",
     "costs/context/exchange.py": "context",
     "costs/hybrid.py": "context",
+    "costs/expert/__init__.py": "expert",
 }
 #: Files and folders in which a word that is also an axis means something else.
 OTHER_WORDS = {
@@ -35,13 +36,13 @@ OTHER_WORDS = {
     ),
     # a strategy, a feature and an option
     "context": ("strategies.py", "coverage/features.py"),
+    # a strategy, and a role
+    "expert": ("strategies.py", "contract.py", "workloads/mixture.py"),
     # `shardproof run --shard`
     "shard": ("cluster/command.py", "commands/project.py"),
 }
-#: An axis with properties that no axis of today has together.
-EXPERTS = Axis(
-    *("expert", "experts"), role="experts", own_samples=True, sums="dense", activations="combined"
-)
+#: An axis that the suite does not have, with properties that no axis of today has together.
+FURTHER = Axis("further", "state", role="further", own_samples=True, activations="passed on")
 
 
 def literals(path: Path) -> Iterator[tuple[int, str]]:
@@ -77,7 +78,7 @@ def test_the_exceptions_are_needed() -> None:
 
 def test_a_mesh_of_today() -> None:
     mesh = {"pipe": 2, "replicate": 3, "shard": 2, "tensor": 1}
-    assert axes.names() == ("pipe", "replicate", "shard", "context", "tensor")
+    assert axes.names() == ("pipe", "replicate", "shard", "context", "expert", "tensor")
     assert axes.parts(mesh, "layers") == 2
     assert axes.parts({"shard": 2}, "layers") == 1
     assert axes.sharing(mesh) == axes.summing(mesh) == ("replicate", "shard")
@@ -105,13 +106,6 @@ def test_the_name_of_a_group_leaves_axes_of_one_rank_out(mesh: dict[str, int], n
     assert axes.joined(mesh, axes.summing(mesh)) == name
 
 
-@pytest.fixture
-def more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table with ``expert``, in the order of ``pipe`` to ``tensor``."""
-    *outer, tensor = axes.AXES
-    monkeypatch.setattr(axes, "AXES", (*outer, EXPERTS, tensor))
-
-
 def test_a_mesh_that_cuts_positions() -> None:
     mesh = {"replicate": 2, "shard": 3, "context": 2}
     assert axes.sharing(mesh) == ("replicate", "shard")
@@ -130,7 +124,6 @@ def test_a_mesh_that_cuts_positions() -> None:
     assert axes.dividing(mesh) == ()
 
 
-@pytest.mark.usefixtures("more")
 def test_a_mesh_that_cuts_experts() -> None:
     mesh = {"replicate": 2, "shard": 3, "context": 2, "expert": 2, "tensor": 2}
     assert axes.sharing(mesh) == ("replicate", "shard", "expert")
@@ -143,7 +136,6 @@ def test_a_mesh_that_cuts_experts() -> None:
     assert axes.growing(mesh) == ("shard", "replicate")
 
 
-@pytest.mark.usefixtures("more")
 def test_families_and_cost_models_ask_the_table() -> None:
     from shardproof.costs.families import FAMILIES
     from shardproof.costs.model_facts import ModelFacts, TensorFacts
@@ -172,9 +164,9 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 from shardproof import axes
 sys.path.insert(0, {tests!r})
-from test_axes import EXPERTS
+from test_axes import FURTHER
 *outer, tensor = axes.AXES
-axes.AXES = (*outer, EXPERTS, tensor)
+axes.AXES = (*outer, FURTHER, tensor)
 import shardproof
 names = [m.name for m in pkgutil.walk_packages(shardproof.__path__, "shardproof.")]
 skipped = ("shardproof.impls.", "shardproof.__main__")
@@ -185,9 +177,9 @@ from shardproof.case import Case
 from shardproof.scenarios import schema
 from pydantic import TypeAdapter
 read = TypeAdapter(schema.Mesh).validate_python
-assert read({{"context": [2], "expert": 2}}) == {{"context": [2], "expert": [2]}}
+assert read({{"context": [2], "further": 2}}) == {{"context": [2], "further": [2]}}
 from shardproof.costs.expression import FACTS
-assert "context" in FACTS and "expert" in FACTS
+assert "context" in FACTS and "further" in FACTS
 """
 
 

@@ -273,8 +273,8 @@ def test_no_strategy_imports_another() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-#: Words that mean something else as well: an axis, a form of a call, a group of one rank.
-ALSO_WORDS = {"tensor", "single", "context"}
+#: Words that mean something else as well: an axis, a form of a call, a group of one rank, a role.
+ALSO_WORDS = {"tensor", "single", "context", "expert"}
 
 
 def test_strategies_are_named_in_one_place() -> None:

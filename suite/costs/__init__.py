@@ -15,6 +15,7 @@ optimizer state; Psi, where a paper is cited, is the number of elements):
     zero2         zero.py       Zero2            (N-1) (m G + P)
     zero3         zero.py       Zero3            (N-1) (m G + 2 m P)
     fsdp          fsdp.py       FSDP             zero3's, less what strategy and options keep whole
+    expert        expert/       ExpertParallel   4 T d (T choices that leave their rank) + sums of G
     tensor        tensor.py     TensorParallel   2 all-reduces of activations a block and direction
     pipeline      pipeline.py   Pipeline         one activation and one gradient a boundary
     hybrid        hybrid.py     Hybrid           the sum over its axes
@@ -37,6 +38,7 @@ from shardproof import axes, strategies
 from shardproof.axes import Cut, replicas
 from shardproof.by_path import CannotImport, at_path
 from shardproof.costs.ddp import DDP
+from shardproof.costs.expert import cannot_share_experts
 from shardproof.costs.model import Bound as Bound
 from shardproof.costs.model import CostModel
 from shardproof.costs.model import Flow as Flow
@@ -73,7 +75,10 @@ def cost_model_class(strategy: str) -> type[CostModel]:
 
 
 #: What an axis cuts -> why its ranks cannot share the model of a case (empty: they can).
-FITS: Mapping[Cut, Callable[[ModelFacts], str]] = {"widths": cannot_share_layers}
+FITS: Mapping[Cut, Callable[[ModelFacts], str]] = {
+    "widths": cannot_share_layers,
+    "experts": cannot_share_experts,
+}
 
 
 def cannot_fit(facts: ModelFacts, strategy: str | None = None) -> str:

@@ -66,7 +66,10 @@ _GRAMMAR = Grammar(_named, lambda: [*_NAMES, "pi"], _FUNCTIONS, lambda digits: _
 
 @dataclass(frozen=True)
 class StateRule:
-    """The rule of ``name``, which may end with ``*``: then there is one for each parameter."""
+    """The rule of ``name``, which may end with ``*``: then there is one for each parameter.
+
+    It may also begin with ``*``: then it is that of every name which ends as it does.
+    """
 
     name: str
     text: str
@@ -87,9 +90,11 @@ class StateRule:
 
     def owner(self, name: str) -> str | None:
         """The parameter for which ``name`` stands; empty: none; ``None``: another rule's."""
-        before, star, _ = self.name.partition("*")
+        before, star, after = self.name.partition("*")
         if not star:
             return "" if name == self.name else None
+        if after:
+            return "" if name.endswith(after) else None
         return name.removeprefix(before) if name.startswith(before) and name != before else None
 
 
@@ -97,8 +102,8 @@ def problem(declared: Capabilities) -> str:
     """The problem of the rules that a system declares; empty: none."""
     for name, text in declared.follows.items():
         rule, setting = StateRule(name, text), name.removeprefix(SETTING)
-        if "*" in name.removesuffix("*"):
-            return f"follows: {name!r} may have a '*' only at its end"
+        if "*" in name.removesuffix("*") and (not name.startswith("*") or name.count("*") > 1):
+            return f"follows: {name!r} may have one '*', at its beginning or its end"
         if name.startswith(SETTING) and setting not in SETTINGS:
             known = ", ".join(SETTING + one for one in SETTINGS)
             return f"follows: {name!r} is not a setting of updates; valid: {known}"

@@ -274,7 +274,8 @@ def test_further_state_that_is_held_narrower_is_told(dtypes: list[str], says: st
     ("rules", "says"),
     [
         ({"average.*": contract.average(0.99)}, ""),
-        ({"a*b": "0 -> was"}, "may have a '*' only at its end"),
+        ({"a*b": "0 -> was"}, "may have one '*', at its beginning or its end"),
+        ({"*a*": "0 -> was"}, "may have one '*', at its beginning or its end"),
         ({"optimizer.betas": "0.9"}, "is not a setting of updates"),
         ({"optimizer.lr": "given"}, "write a formula"),
         ({"x": "0 -> __import__('os')"}, "unexpected"),

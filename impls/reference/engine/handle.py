@@ -57,6 +57,9 @@ class Handle(ABC):
         it.
         """
 
+    def forwards_ended(self) -> None:
+        """Called where all forwards of a step come before its first backward, between the two."""
+
     def backward_ended(self) -> None:
         """Called after each backward of a pipeline's stage.
 

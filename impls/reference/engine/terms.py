@@ -54,6 +54,7 @@ class Terms:
             if not several:
                 engine.handle.accumulate(is_last=True)
             outputs.append(engine.module(engine.precision.cast_inputs(micro.inputs)))
+        engine.handle.forwards_ended()
         pairs = list(zip(outputs, micro_batches, strict=True))
         losses = [engine.loss_of(*pair) for pair in pairs]
         total = sum((loss.detach() for loss in losses), self.nothing())

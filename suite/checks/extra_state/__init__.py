@@ -110,9 +110,10 @@ def _check_names(evidence: Evidence, rules: Follows, state: Assembled, step: int
     trained = evidence.workload.trainable_names
     wanted: list[str] = []
     for rule in rules.rules:
-        before, star, _ = rule.name.partition("*")
+        before, star, after = rule.name.partition("*")
         names = [before + name for name in trained] if star else [rule.name]
-        wanted += [name for name in names if name not in buffers]
+        # A rule by the end of a name asks for nothing: it is that of what is there.
+        wanted += [name for name in names if name not in buffers and not after]
     if missing := [name for name in wanted if name not in state.tensors]:
         remedy = "return each from extra_state(), named as in Capabilities.follows"
         raise Lacking(f"{place}: no rank returns {some(missing)}: {remedy}")
