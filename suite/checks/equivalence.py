@@ -44,6 +44,7 @@ from shardproof.checks import (
 from shardproof.checks.causes.buffers import of_buffers
 from shardproof.checks.causes.fits import some
 from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_gradients
+from shardproof.checks.causes.routing import of_choices, of_experts
 from shardproof.checks.causes.scalars import of_loss
 from shardproof.checks.causes.state import initial as initial_state
 from shardproof.checks.causes.state import of_buffers_at_start, of_start
@@ -476,7 +477,9 @@ def _end_of_loss(
         raise
     except Differs as failure:
         loss = causes.told(partial(of_terms, evidence, step, sum(shares.values())))
+        loss = loss or causes.told(partial(of_choices, evidence, step))
         loss = loss or causes.told(partial(of_loss, evidence, step, shares))
+        loss = loss or causes.told(partial(of_experts, evidence, step))
         times = sum(shares.values()) / (evidence.oracle.steps[step].loss or math.inf)
         beside = causes.told(partial(beside_loss, evidence, step, loss, times))
         told = causes.before(lambda: loss, failure)

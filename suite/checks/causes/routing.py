@@ -1,0 +1,41 @@
+"""What the statistics of routers say of a wrong loss."""
+
+from __future__ import annotations
+
+from shardproof.evidence.assembled import Evidence
+from shardproof.workloads import for_case
+
+#: Buffers of a mixture of experts, and what it means that one differs.
+_SAID = {
+    "load": "tokens chose other experts than in the oracle",
+    "dropped": "other choices than in the oracle got no place",
+}
+
+
+def of_choices(evidence: Evidence, step: int) -> str:
+    """A sentence on tokens that went elsewhere in ``step``; empty: none did, or nobody counts."""
+    truth = evidence.truth.steps[step]
+    layers = [*truth.routed[0]] if truth.routed else []
+    held = evidence.observed(step, "after_update", "buffers").tensors if layers else {}
+    for name, said in ((f"{layer}.{leaf}", _SAID[leaf]) for layer in layers for leaf in _SAID):
+        for coordinate, own in enumerate(truth.buffers):
+            found, expected = held.get(name, {}).get(coordinate), own[name].tolist()
+            if found is not None and found.tolist() != expected:
+                counts = f"expected {expected}, found {found.tolist()}"
+                return f"{said}: {name!r} of data coordinate {coordinate}: {counts}"
+    return ""
+
+
+def of_experts(evidence: Evidence, step: int) -> str:
+    """A sentence on a wrong loss of ``step`` where all tokens went where they should."""
+    truth, workload = evidence.truth.steps[step], for_case(evidence.case)
+    layers = [*truth.routed[0]] if truth.routed else []
+    if not layers or workload.family.terms(workload.params) or of_choices(evidence, step):
+        return ""
+    # A system that moves biases starts to count again: then the counts tell nothing.
+    if not any(bool(own[f"{layer}.load"].any()) for own in truth.buffers for layer in layers):
+        return ""
+    return (
+        "every token chose the oracle's experts, so what these compute, the order in which it "
+        "comes back, or its weights are wrong"
+    )
