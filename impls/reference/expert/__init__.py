@@ -111,7 +111,9 @@ class ExpertParallel(Whole):
         self.across = mesh.comm(AXIS) if AXIS in mesh.axes else None
         self.broadcast_initial(module)
         super().__init__(module, self.comm.rank if self.comm else 0)
-        #: Name of a parameter of experts -> the experts of this rank, and how many there are.
+        #: Names of parameters of experts, and of those that are cut: the experts of this rank, and
+        #: how many there are.
+        self.of_experts: set[str] = set()
         self.cuts: dict[str, tuple[slice, int]] = {}
         self.exchanges = self.cut(roles, bool(repeated))
         self.idle = self.idle_type(self.grouped(repeated), bool(repeated))
@@ -132,6 +134,7 @@ class ExpertParallel(Whole):
         exchanges = []
         for name in (name for name, role in roles.items() if role == EXPERT):
             experts = self.module.get_submodule(name)
+            self.of_experts |= {f"{name}.{leaf}" for leaf, _ in experts.named_parameters()}
             total = len(next(experts.parameters()))
             if self.across is None or self.across.size == 1:
                 continue
@@ -197,8 +200,8 @@ class ExpertParallel(Whole):
         """Sum gradients over the ranks that hold the same parameters and saw other tokens."""
         named = list(zip(self.names, self.parameters, strict=True))
         for comm, chosen in (
-            (self.comm, [p for name, p in named if name not in self.cuts]),  # [4]
-            (self.expert_comm, [p for name, p in named if name in self.cuts]),  # [5]
+            (self.comm, [p for name, p in named if name not in self.of_experts]),  # [4]
+            (self.expert_comm, [p for name, p in named if name in self.of_experts]),  # [5]
         ):
             if comm is not None and chosen:
                 self.sum_over(comm, chosen)

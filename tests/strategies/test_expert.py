@@ -1,0 +1,125 @@
+"""Expert parallelism: one exchange, rounds of ranks without data, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from local_ranks import succeed
+from torch import Tensor
+
+from shardproof import workloads
+from shardproof.case import WorkloadSpec
+from shardproof.comm import Mesh
+from shardproof.contract import Now, OptimizerSpec, Refused
+from shardproof.impls.reference.expert import ReferenceExpert
+from shardproof.impls.reference.expert.balancing import Balancing, step
+from shardproof.impls.reference.expert.exchange import Exchange
+from shardproof.workloads.mixture import Experts, two_layers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PLACE = {"device": "cpu", "dtype": torch.float64}
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def experts(count: int = 6) -> Experts:
+    made = Experts(count, 4, 8, two_layers, PLACE)
+    for number, parameter in enumerate(made.parameters()):
+        parameter.data.copy_(draw(*parameter.shape, seed=number))
+    return made
+
+
+def asked(rank: int) -> tuple[Tensor, Tensor]:
+    """Rows of ``rank`` and the numbers of their experts; rank 1 has none."""
+    count = (5, 0, 7)[rank]
+    rows = draw(count, 4, seed=100 + rank).requires_grad_()
+    numbers = torch.randint(6, (count,), generator=torch.Generator().manual_seed(rank))
+    return rows, numbers
+
+
+def test_an_exchange_gives_what_one_rank_computes() -> None:
+    def body(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
+        made, comm = experts(), Mesh({"expert": world}).comm("expert")
+        exchange = Exchange("experts", made, 6, comm, repeats=False)
+        for parameter in made.parameters():
+            parameter.data = parameter.data[exchange.own].clone()
+        rows, numbers = asked(rank)
+        outputs = made(rows, numbers)
+        (outputs * (1 + rank)).sum().backward()
+        assert rows.grad is not None
+        assert made.up.grad is not None
+        return outputs.detach(), rows.grad, made.up.grad
+
+    whole = experts()
+    given = [asked(rank) for rank in range(3)]
+    outputs = [whole(*one) for one in given]
+    sum(((1 + rank) * out).sum() for rank, out in enumerate(outputs)).backward()  # type: ignore[union-attr]
+    found = succeed(body, 3)
+    for rank, (own, gradient, up) in enumerate(found):
+        assert torch.allclose(own, outputs[rank].detach(), atol=1e-13)
+        assert torch.allclose(gradient, given[rank][0].grad, atol=1e-13)  # type: ignore[arg-type]
+        assert torch.allclose(up, whole.up.grad[2 * rank : 2 * rank + 2], atol=1e-13)  # type: ignore[index]
+
+
+def test_a_repetition_that_chooses_otherwise_is_an_error() -> None:
+    def body(rank: int, world: int) -> None:
+        made, comm = experts(), Mesh({"expert": world}).comm("expert")
+        exchange = Exchange("experts", made, 6, comm, repeats=True)
+        rows = draw(2, 4, seed=1)
+        exchange.plan(torch.tensor([0, 1]), again=False)
+        assert exchange.plan(torch.tensor([0, 1]), again=False) is exchange.plans[1]
+        assert exchange.plan(torch.tensor([0, 1]), again=True).sent == [2, 0]
+        with pytest.raises(RuntimeError, match="recomputing 'experts' chose other experts"):
+            exchange.plan(torch.tensor([0, 2]), again=True)
+        assert len(rows) == 2
+
+    succeed(body, 2)
+
+
+def test_biases_move_towards_the_mean_load() -> None:
+    assert step(torch.tensor([4, 1, 3, 4]), 0.5).tolist() == [-0.5, 0.5, 0.0, -0.5]
+    was = {"mlp.balancing_bias": torch.zeros(2), "mlp.load": torch.tensor([5, 1])}
+    loads = [{"mlp.load": torch.tensor([1, 4])}, {"mlp.load": torch.tensor([5, 1])}]
+    now = Now(0, was, {}, {}, {}, loads)
+    made = Balancing.given(now, 0.5)
+    assert made["mlp.balancing_bias"].tolist() == [-0.5, 0.5]
+    assert made["mlp.load"].tolist() == [0, 0]
+
+
+def system(mesh: Mesh, **options: Any) -> ReferenceExpert:
+    params = {"layers": 1, "width": 16, "seq": 8, "experts": 6}
+    own = workloads.make(WorkloadSpec("charnames_gpt", params=params, global_batch=4))
+    made = ReferenceExpert()
+    made.setup(own.build_for(mesh.rank), own.state(), OptimizerSpec(), mesh, options)
+    return made
+
+
+def test_whole_tensors_are_gathered_from_all_ranks() -> None:
+    def body(rank: int, world: int) -> dict[str, Tensor]:
+        made = system(Mesh({"expert": world}))
+        assert len(made.module.get_parameter("blocks.0.mlp.experts.up")) == 6 // world
+        return made.full_state("parameters")
+
+    params = {"layers": 1, "width": 16, "seq": 8, "experts": 6}
+    own = workloads.make(WorkloadSpec("charnames_gpt", params=params, global_batch=4))
+    state = own.state()
+    for found in succeed(body, 2):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+
+
+def test_what_cannot_be_is_refused_in_words() -> None:
+    def body(rank: int, world: int) -> None:
+        mesh = Mesh({"expert": world})
+        with pytest.raises(Refused, match="no buffer 'balancing_bias'; set balance_rate to 0"):
+            system(mesh, balance_rate=0.1)
+        with pytest.raises(Refused, match="must be at least 0"):
+            system(mesh, balance_rate=-1.0)
+        with pytest.raises(Refused, match="save a checkpoint and load it on the new mesh"):
+            system(mesh).reconfigure(mesh, (2,), ())
+
+    succeed(body, 2)
