@@ -333,18 +333,22 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
         ),
         steps=case.steps,
         completed=workload.found.completed,
-        calls={
-            f"{name}.{child}": count
-            for name, module in model.named_modules()
-            for child, count in _calls(module).items()
-        }
-        | dict(workload.found.calls),
+        calls=_all_calls(model) | dict(workload.found.calls),
         inputs=inputs,
         roles=dict(workload.roles),
         heads=heads_of(model, workload.roles),
         label_smoothing=None if form is None else form.label_smoothing,
         hidden=_hidden(workload, case, inputs if piped else ()),
     )
+
+
+def _all_calls(model: nn.Module) -> dict[str, int]:
+    """Name of a module -> how often the module that holds it calls it in one forward."""
+    return {
+        f"{name}.{child}": count
+        for name, module in model.named_modules()
+        for child, count in _calls(module).items()
+    }
 
 
 def _homes(workload: Workload, model: nn.Module) -> dict[int, tuple[int, ...]]:
