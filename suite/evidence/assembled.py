@@ -239,12 +239,11 @@ class Figures(ABC):
 
     def whole_losses(
         self,
-        told: Mapping[int, tuple[int | None, float]],
+        by_rank: Mapping[int, tuple[int | None, float]],
         bound: float,
         truth: float | None = None,
     ) -> dict[int | None, float]:
-        """The loss of every data coordinate, from what each rank has ``told``: its coordinate, and
-        its loss.
+        """The loss of every data coordinate, from the coordinate and the loss of each rank.
 
         Ranks that have other positions each tell a part; others agree up to ``bound``, relative to
         ``truth``, or to what the first one tells.
@@ -253,7 +252,7 @@ class Figures(ABC):
         """
         along = cutting("positions")
         parts: dict[tuple[int | None, int], float] = {}
-        for rank, (share, loss) in told.items():
+        for rank, (share, loss) in by_rank.items():
             place = self.ranks[rank].coordinate.get(along, 0)
             known = parts.setdefault((share, place), loss)
             if not abs(known - loss) <= bound * abs(known if truth is None else truth):

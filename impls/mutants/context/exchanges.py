@@ -39,7 +39,7 @@ class _Masks(Ring):
             del span.hides
 
     def hidden(self, right: Any, span: Any, columns: Tensor) -> Tensor:
-        """What this rank may not see of ``columns``, where ``right`` is the true mask."""
+        """The ``columns`` hidden from this rank, where ``right`` is the true mask."""
         raise NotImplementedError
 
 
@@ -118,7 +118,7 @@ class MergesByTheLargest(Ring):
     killed_by=("equivalence",),
 )
 class LosesTheLastGradient(Ring):
-    """What the last round adds to the gradient of a block does not go home with it."""
+    """The terms of the last round are lost from the gradient of a block on its way home."""
 
     def backward(
         self, query: Tensor, block: Tensor, seen: Sequence[Seen], back: tuple[Tensor, ...]

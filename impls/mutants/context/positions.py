@@ -189,8 +189,8 @@ class RotaryFromZero(ContextParallel):
     workload=gpt("packed"),
 )
 class DocumentsBeginWithRanks(ContextParallel):
-    """Documents are looked for in each rank's own part: one that goes on from another part starts
-    again.
+    """Documents are looked for in each rank's own part: one that continues from another part
+    starts again.
     """
 
     def find_span(self, module: nn.Module) -> Any:
@@ -209,7 +209,7 @@ class DocumentsBeginWithRanks(ContextParallel):
 
 @mutant(
     "context_positions_of_whole_samples",
-    says="positions do not begin anew with each document",
+    says="positions do not restart with each document",
     killed_by=("equivalence",),
     workload=gpt("packed"),
 )

@@ -15,7 +15,7 @@ goes to the next rank and another one comes from the rank before.
                 round r < C-1   wait for the next block
     backward    each round      as forward: the same blocks travel the same way once more
                 each round      the query gradient grows here; the block's own gradient comes from
-                                the rank before, takes this rank's terms, and goes on
+                                the rank before, takes this rank's terms, and leaves
                 last round      its C-th message takes each block's gradient home
 
 So a rank sends 2 C - 1 messages a layer in backward: C - 1 blocks, when a round begins, and C
@@ -58,7 +58,7 @@ class Seen:
 
     @classmethod
     def of(cls, hides: Tensor) -> Seen:
-        """What ``hides`` ``(..., rows, columns)`` leaves."""
+        """The scores that ``hides`` ``(..., rows, columns)`` leaves."""
         shows = ~hides.flatten(0, -3).all(0) if hides.dim() > 2 else ~hides
         rows, columns = (shows.any(dim).nonzero().flatten() for dim in (1, 0))
         # The mask of packed samples has a dimension for samples, and one for heads.
@@ -84,7 +84,7 @@ class Ring:
     # ----------------------------------------------------------------------------------- messages
 
     def rounds(self) -> Sequence[int]:
-        """Whose block this rank has, round by round: its own first, then those from behind."""
+        """The home of the block of each round: this rank first, then those behind it."""
         return [(self.comm.rank - number) % self.comm.size for number in range(self.comm.size)]
 
     def pass_on(self, tensor: Tensor, length: int) -> Arrival:
@@ -182,7 +182,7 @@ class Ring:
         block: tuple[Tensor, Tensor],
         seen: Seen,
     ) -> tuple[Tensor, Tensor]:
-        """What the scores against one block add to the gradients of queries, and of the block."""
+        """The terms that one block adds to the gradients of queries, and of the block."""
         (query, gradient, result), (key, value) = rows, block
         weights = (self.scores(query, key, seen) - lse).exp()
         # The weights of a row sum to 1: what one gains, the others lose.
@@ -205,7 +205,7 @@ def wide_parts(block: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
 
 
 class _Ring(torch.autograd.Function):
-    """What autograd sees of a ring: its results, and their gradient."""
+    """A ring as autograd sees it: its results, and their gradient."""
 
     @staticmethod
     def forward(

@@ -112,7 +112,7 @@ class Positions:
         yield f"positions count from 0 {on}", self.all_spans(self.from_zero)
         yield f"queries and keys turn by positions that count from 0 {on}", self.turned_from_zero
         yield f"dropout draws the mask of the first positions {on}", self.dropped_from_zero
-        yield "positions do not begin anew with each document", self.all_spans(self.undivided)
+        yield "positions do not restart with each document", self.all_spans(self.undivided)
         yield f"a document begins where the part of a rank begins, {on}", self.all_spans(self.split)
         alone = "queries see no key of another rank"
         yield f"{alone} of the axis {self.axis!r}", self.all_spans(self.apart)
@@ -154,7 +154,7 @@ class Positions:
         span.places = lambda rows: rows
 
     def split(self, span: Any) -> None:
-        """Documents that begin anew where a run of one rank's positions begins."""
+        """Documents that also begin where a run of one rank's positions begins."""
         read = span.read
 
         def reads(inputs: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class Positions:
 
 
 class _LocalRows:
-    """What dropout reads of a span whose rows are numbers on their rank."""
+    """The rows of a span for dropout, as numbers on their rank."""
 
     def __init__(self, positions: Positions) -> None:
         self.positions = positions
@@ -224,7 +224,7 @@ class _LocalRows:
 
 
 def _spans(module: nn.Module) -> Iterator[Any]:
-    """What the parts of ``module`` know positions by."""
+    """The spans of the parts of ``module``, which know positions by them."""
     return (own for m in module.modules() if (own := getattr(m, "span", None)) is not None)
 
 

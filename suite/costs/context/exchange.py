@@ -1,4 +1,4 @@
-"""What context ranks exchange so that attention sees positions of other ranks."""
+"""Messages between context ranks, so that attention sees positions of other ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shares(length: int, ranks: int, cut: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the attention of all layers sends along the axis; ``parts``: over how many ranks of
+    """The messages of the attention of all layers along the axis; ``parts``: over how many ranks of
     another axis its heads are split, each of which sends its own.
     """
 
