@@ -45,6 +45,10 @@ if importlib.util.find_spec("picotron") is not None:
     )
     from picotron.process_group_manager import setup_process_group_manager
 
+#: The parameter that tells the width of what stages send each other, and what to do without it.
+POSITIONS = "embed.position.weight"
+REMEDY = "for a model without that parameter, use reference/pipeline or pytorch/pipelining"
+
 
 @dataclass
 class Loader:
@@ -74,22 +78,6 @@ class Stage:
         return PipelineParallel.backward(None, *tensors)
 
 
-def hidden_width(module: nn.Module) -> int:
-    """The width of what stages send each other.
-
-    :raises Refused: the model does not have it where the suite's GPT does.
-    """
-    name = "embed.position.weight"
-    table = dict(module.named_parameters()).get(name)
-    if table is None:
-        raise Refused(
-            f"picotron must know the width of the hidden state, which is read from {name!r}, and "
-            f"this {type(module).__name__} has no such parameter: choose reference/pipeline or "
-            "pytorch/pipelining, which find the shapes themselves"
-        )
-    return table.shape[1]
-
-
 class PicotronPipeline(Adapter):
     """The adapter."""
 
@@ -114,7 +102,10 @@ class PicotronPipeline(Adapter):
 
     def shard(self, module: nn.Module) -> nn.Module:
         """Assign this rank's layers by picotron's rule, after creating its groups."""
-        self.width = hidden_width(module)
+        table = dict(module.named_parameters()).get(POSITIONS)
+        if table is None:
+            raise Refused(f"picotron needs the hidden width of {POSITIONS!r}: {REMEDY}")
+        self.width = table.shape[1]
         setup_process_group_manager(1, 1, self.mesh.world, 1)
         layers = PipelineParallel.distribute_layers(None, len(self.build.units))
         return self.build.stage(module, layers[0], layers[-1] + 1)

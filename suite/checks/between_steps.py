@@ -52,13 +52,14 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
         told_by[rank] = evaluation.share, evaluation.loss
     try:
         shares = evidence.whole_losses(told_by, bound)
-    except ValueError as error:
-        return _problem(f"evaluation: {error}")
+    except ValueError as problem:
+        return _problem(f"evaluation: {problem}")
     case = evidence.case
     workload = for_case(case)
     batches = workload.batch(step, case.data_coordinates)
     if set(shares) != set(range(len(batches))):
-        return _problem(f"evaluation: only the losses of shares {sorted(shares)} are reported")
+        named = sorted(share for share in shares if share is not None)
+        return _problem(f"evaluation: only the losses of shares {named} are reported")
     parameters = [
         trajectory.observed(step - 1, "after_update", "parameters").first()
         for trajectory in evidence.trajectories

@@ -52,7 +52,7 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     the exit code is 1. With -v, prints the kill matrix, fault x check.
 
     With --campaign N, each fault is planted in up to N random cases of its parent, in the order of
-    `run --campaign`. A fault is caught once a check fails that passes without the fault. The
+    `run --campaign`. A fault is caught if a check fails with it and passes without it. The
     output shows the share of faults caught after 1, 2, ... N cases. This is only a measurement: a
     fault that survives does not change the exit code; a parent that fails does. --seed also sets
     the order of the faults, so those that fit into --budget are a random sample.

@@ -122,7 +122,7 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="B",
-        help="use this backend; most backends can also run cases of other backends",
+        help="run on this backend; most backends can run cases that name another one",
     ),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]
@@ -265,7 +265,7 @@ Results = Annotated[
     typer.Option(
         "--results",
         metavar="RUN",
-        help="write to this run folder; a run in it is extended",
+        help="run folder to write; if it holds a run, cases are added to that run",
         parser=named,
     ),
 ]

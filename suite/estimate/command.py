@@ -83,7 +83,7 @@ def estimate(
         typer.Option(
             "--mesh",
             metavar="A=N,...",
-            help="sizes of axes (default of a data axis: --gpus / others)",
+            help="sizes of axes; default of a data axis: --gpus divided by the other sizes",
         ),
     ] = "",
     accounting: Annotated[
@@ -97,7 +97,7 @@ def estimate(
         int, typer.Option("--micro-batches", min=1, help="micro-batches of each rank in a step")
     ] = 1,
     recompute: Annotated[
-        str, typer.Option("--recompute", help="none, selective (scores), or every N layers")
+        str, typer.Option("--recompute", help="none, selective (attention scores), or N (every N layers)")
     ] = "none",
     option: Annotated[
         list[str] | None,
@@ -177,8 +177,8 @@ def _usual(mesh: dict[str, int]) -> list[str]:
 def _each(
     given: list[str], usual: list[str], one: Callable[[str], Any]
 ) -> tuple[list[Any], list[str]]:
-    """The estimates of the systems ``given`` by name or glob (none: the ``usual`` ones), and which
-    of those that no exact name asks for have none.
+    """The estimates of the systems that match the patterns ``given`` (none: the ``usual`` ones),
+    and those without an estimate that only a glob matched.
 
     :raises SelectionError: one that is named exactly has none, or all have none.
     """

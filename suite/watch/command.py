@@ -77,9 +77,9 @@ class Watched:
             "--standstill",
             metavar="S",
             min=1,
-            help="stop all ranks if for S seconds no rank computes, and none enters or leaves a "
-            "collective; if all wait for one another, in collectives or in backward(), stop them "
-            "after 10 seconds",
+            help="seconds without progress (no rank computes, enters or leaves a collective) after "
+            "which all ranks are stopped; 10 are enough if all ranks wait for one another, in "
+            "collectives or in backward()",
         ),
     ] = 60.0
     results: Annotated[

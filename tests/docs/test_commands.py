@@ -63,6 +63,7 @@ ELSEWHERE = {
     "shardproof run --rerun-failed *": ("test", "tests/commands/test_rerun.py: needs failures"),
     "shardproof reproduce RUN -k *": ("test", "tests/reproduce/test_reproduced.py"),
     "python -m tools.*": ("slow", "tests/studies, tests/coverage: hours"),
+    "python settings.py": ("test", "tests/docs/test_tutorials.py: has that script"),
     "python examples/*": ("launches", "tests/docs/test_examples.py"),
     "python docs/findings/*": ("slow", "tests/docs/test_findings.py"),
     "* --backend acme*": ("test", "tests/plugins/test_backend_plugin.py: has that package"),

@@ -163,7 +163,7 @@ def test_shards_without_replicas_say_what_would_do_on_every_rank() -> None:
         ),
         ({"shcedule": "1f1b"}, "unknown option 'shcedule'; did you mean 'schedule'"),
         ({"data_options": {"bucket_byte": 1}}, "did you mean 'data_options.bucket_bytes'"),
-        ({"data_options": {"checkpoint": {}}}, "write 'checkpoint' next to 'data_options'"),
+        ({"data_options": {"checkpoint": {}}}, "move 'checkpoint' out of 'data_options'"),
         ({"checkpoint": {"keep": 0}}, "'checkpoint.keep' must be at least 1, not 0"),
         ({"checkpoint": {"format": "ful"}}, "did you mean 'full'"),
         ({"data": "ddp", "offload": "optimizer"}, "'offload': 'data' = 'ddp' has no such option"),

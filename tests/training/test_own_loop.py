@@ -380,7 +380,7 @@ def test_errors_teach() -> None:
         one(share(0, world)[0])
         one(share(0, world)[0])
 
-    raised("call step.* or wrap.*accumulate=2", two_forwards, RuntimeError)
+    raised("call step.* or pass accumulate=2 to wrap", two_forwards, RuntimeError)
 
     def too_few(world: World) -> None:
         one = shardproof.wrap(model(), "zero2", accumulate=2)

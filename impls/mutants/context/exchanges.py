@@ -68,7 +68,7 @@ class MaskIsOffByABlock(_Masks):
     def hidden(self, right: Any, span: Any, columns: Tensor) -> Tensor:
         source = next(n for n, part in enumerate(span.parts) if part is columns)
         named = columns if source == self.comm.rank else span.parts[source - 1]
-        return right(span.rows, named)  # type: ignore[no-any-return]
+        return right(span.rows, named)
 
 
 @mutant(

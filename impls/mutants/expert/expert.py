@@ -70,7 +70,8 @@ class RowsNotSortedByExpert(Exchange):
     """Rows of several ranks are taken as sorted by expert, which those of each rank are."""
 
     def compute(self, arrived: Tensor, plan: Plan) -> Tensor:
-        outputs: Tensor = self.experts.compute(arrived, plan.sizes.sum(0).tolist())
+        experts: Any = self.experts
+        outputs: Tensor = experts.compute(arrived, plan.sizes.sum(0).tolist())
         return outputs
 
 

@@ -116,7 +116,7 @@ class ContextParallel:
         self.method: Ring | Gathered | Heads = getattr(self, f"{options.method}_type")(comm)
         self.cores = [module.get_submodule(n) for n, role in roles.items() if role == "core"]
         for core in self.cores:
-            core.forward = partial(self.attend, core)  # type: ignore[method-assign]
+            core.forward = partial(self.attend, core)
 
     def find_span(self, module: nn.Module) -> Any:
         """The object that the parts of ``module`` share to know their positions.

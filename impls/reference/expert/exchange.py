@@ -71,7 +71,7 @@ class Exchange:
     move: Callable[..., Tensor] = staticmethod(AllToAll.apply)
 
     def __init__(
-        self, name: str, experts: nn.Module, total: int, comm: Comm, repeats: bool
+        self, name: str, experts: Any, total: int, comm: Comm, repeats: bool
     ) -> None:
         self.name, self.experts, self.total, self.comm = name, experts, total, comm
         #: Whether backward repeats forwards, so that plans are kept for it, the oldest first.

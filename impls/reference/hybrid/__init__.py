@@ -169,7 +169,7 @@ class ReferenceHybrid(ReferencePipeline):
             return self.wrap(module)
         stages = super().transform(module, mesh, options)
         if self.positions is not None:
-            self.executor.begin = self.positions.begin
+            self.executor.begin = self.positions.begin  # type: ignore[method-assign]
         # The layers of other stages would keep these in memory.
         if self.layers is not None:
             self.layers.keep(stages.module)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,9 +70,9 @@ class Positions:
         yield f"targets of one sample were compared with outputs of another {on}", self.in_one_row
         for rank in range(self.ranks):
             left = f"the loss of rank {rank} of the axis {self.axis!r} is missing"
-            yield left, lambda micro, r=rank: self.weighed(micro, r, 0.0)
+            yield left, partial(self.weighed, rank=rank, times=0.0)
             twice = left.replace("is missing", "counts twice")
-            yield twice, lambda micro, r=rank: self.weighed(micro, r, 2.0)
+            yield twice, partial(self.weighed, rank=rank, times=2.0)
 
     def late(self, micro: MicroBatch) -> MicroBatch:
         """The next input on the same rank as each target; the last one wraps around."""
@@ -187,7 +188,7 @@ class Positions:
         def other(rows: Tensor, columns: Tensor) -> Tensor:
             parts = self.held(len(columns))
             if len({len(part) for part in parts}) > 1:
-                return hides(rows, columns)  # type: ignore[no-any-return]
+                return hides(rows, columns)
             named = torch.empty_like(columns)
             for rank, part in enumerate(parts):
                 named[part] = parts[(rank - 1) % self.ranks]
