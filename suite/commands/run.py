@@ -27,7 +27,9 @@ class Others:
     """Other cases than scenarios give: random ones, of an earlier run, or at another depth."""
 
     campaign: options.Campaign = None
-    drawn: str | None = option(None, "--case", metavar="ID", help="run one case of a campaign, given by its full id")
+    drawn: str | None = option(
+        None, "--case", metavar="ID", help="run one case of a campaign, given by its full id"
+    )
     resume: bool = option(
         False, "--resume", help="continue the run in --results (default: the newest run)"
     )

@@ -97,7 +97,10 @@ def estimate(
         int, typer.Option("--micro-batches", min=1, help="micro-batches of each rank in a step")
     ] = 1,
     recompute: Annotated[
-        str, typer.Option("--recompute", help="none, selective (attention scores), or N (every N layers)")
+        str,
+        typer.Option(
+            "--recompute", help="none, selective (attention scores), or N (every N layers)"
+        ),
     ] = "none",
     option: Annotated[
         list[str] | None,

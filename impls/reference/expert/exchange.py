@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardproof.comm import Comm
 
@@ -70,9 +70,7 @@ class Exchange:
     #: Moves rows between ranks, and their gradients back.
     move: Callable[..., Tensor] = staticmethod(AllToAll.apply)
 
-    def __init__(
-        self, name: str, experts: Any, total: int, comm: Comm, repeats: bool
-    ) -> None:
+    def __init__(self, name: str, experts: Any, total: int, comm: Comm, repeats: bool) -> None:
         self.name, self.experts, self.total, self.comm = name, experts, total, comm
         #: Whether backward repeats forwards, so that plans are kept for it, the oldest first.
         self.repeats = repeats
