@@ -261,7 +261,7 @@ class Mixture(nn.Module):
 
 
 def mixtures(module: nn.Module) -> dict[str, Mixture]:
-    """The layers of ``module``, by name, in forward order."""
+    """Name -> layer of each mixture in ``module``, in forward order."""
     return {name: part for name, part in module.named_modules() if isinstance(part, Mixture)}
 
 

@@ -325,7 +325,7 @@ class BiasByOwnLoad(Balancing):
     "expert_load_counts_recomputed", says=r"blocks\.0\.mlp\.load", options={"recompute_every": 1}
 )
 class LoadCountsRecomputed(_Layers):
-    """Counts lie beside the buffers that a recomputation puts back, so tokens count twice."""
+    """A recomputation does not restore the counts, so tokens count twice."""
 
     def change(self, layer: Any) -> None:
         load = layer.load

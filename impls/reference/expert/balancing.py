@@ -60,7 +60,7 @@ class Balancing:
 
     @classmethod
     def given(cls, now: Now, rate: float) -> dict[str, Tensor]:
-        """What an update makes of the buffers ``now.was``, by the counts of all coordinates."""
+        """The buffers after an update of ``now.was``, by the counts of all coordinates."""
         found = {}
         for name, was in now.was.items():
             owner, _, leaf = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""What the statistics of routers say of a wrong loss."""
+"""A cause of a wrong loss: tokens that a router sent elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _SAID = {
 
 
 def of_choices(evidence: Evidence, step: int) -> str:
-    """A sentence on tokens that went elsewhere in ``step``; empty: none did, or nobody counts."""
+    """A sentence on tokens that went elsewhere in ``step``; empty: none did, or no layer
+    counts."""
     truth = evidence.truth.steps[step]
     layers = [*truth.routed[0]] if truth.routed else []
     held = evidence.observed(step, "after_update", "buffers").tensors if layers else {}

@@ -137,7 +137,7 @@ class ExpertParallel(CostModel):
     # ------------------------------------------------------------------------------------ memory
 
     def communication_at_rest(self, rank: int, step: int) -> int:
-        """What was summed has become gradients; the norm may remain."""
+        """The scalars of the norm; summed copies have become gradients."""
         return _SCALARS
 
     def unclassified_limit(self, rank: int, step: int) -> int:
