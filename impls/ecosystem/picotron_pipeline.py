@@ -33,7 +33,12 @@ from shardproof.contract import (
     Refused,
     StepResult,
 )
-from shardproof.impls.ecosystem.whole import NoOptions, check_plain, process_capabilities
+from shardproof.impls.ecosystem.whole import (
+    NoOptions,
+    check_plain,
+    process_capabilities,
+    shape_of,
+)
 from shardproof.impls.pytorch.adapter import Adapter
 from shardproof.impls.reference.engine.optimizer import set_learning_rate, slot_pieces
 from shardproof.impls.reference.engine.options import parse_options
@@ -44,10 +49,6 @@ if importlib.util.find_spec("picotron") is not None:
         train_step_pipeline_1f1b,
     )
     from picotron.process_group_manager import setup_process_group_manager
-
-#: The parameter that tells the width of what stages send each other, and what to do without it.
-POSITIONS = "embed.position.weight"
-REMEDY = "for a model without that parameter, use reference/pipeline or pytorch/pipelining"
 
 
 @dataclass
@@ -102,10 +103,7 @@ class PicotronPipeline(Adapter):
 
     def shard(self, module: nn.Module) -> nn.Module:
         """Assign this rank's layers by picotron's rule, after creating its groups."""
-        table = dict(module.named_parameters()).get(POSITIONS)
-        if table is None:
-            raise Refused(f"picotron needs the hidden width of {POSITIONS!r}: {REMEDY}")
-        self.width = table.shape[1]
+        self.width = shape_of(module, "embed.position.weight", "the hidden width")[1]
         setup_process_group_manager(1, 1, self.mesh.world, 1)
         layers = PipelineParallel.distribute_layers(None, len(self.build.units))
         return self.build.stage(module, layers[0], layers[-1] + 1)

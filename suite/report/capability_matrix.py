@@ -64,6 +64,7 @@ CAPABILITIES: dict[str, str] = {
     "dropout": "masks that no cut of the batch may change",
     "uneven-data": "ranks with unequal numbers of tokens or micro-batches",
     "epochs": "batches run through the data again, in another order",
+    "positions": "rotary embeddings, samples of several documents",
     "late-results": "results that come late, buffers poisoned until then, slow ranks",
     "elastic": "ranks join and leave",
     "refusals": "impossible options are refused with a sentence that says so",
@@ -99,6 +100,7 @@ BY_TRAIT: dict[str, tuple[str, ...]] = {
         *("unequal_micro_batches", "incomplete_window", "rotating_shares"),
     ),
     "epochs": ("short_epochs",),
+    "positions": ("rotary", "packed"),
     "late-results": ("late_results", "poisoned_buffers", "skewed_ranks"),
 }
 

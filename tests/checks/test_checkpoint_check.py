@@ -521,6 +521,8 @@ def test_plans_are_in_ids_rules_match_them_and_other_systems_leave_loads_by_name
 def test_the_suite_saves_by_every_strategy_and_format_into_every_kind_of_world() -> None:
     every = [c for file in find([str(SHIPPED / "checkpoint")]) for c in expand(file, installed())]
     cases = [c for c in every if c.implementation.startswith("reference/")]
+    # Experts have one case, in tier full, which gives them to another number of ranks.
+    cases = [c for c in cases if c.implementation != "reference/expert"]
     quick = [c for c in cases if c.tier == "quick"]
 
     def met(of: Callable[[Case], Any]) -> set[Any]:

@@ -147,7 +147,7 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"worlds": (2, True)}, r"should be a valid integer \(True\)"),
         (
             {"meshes": [{"foo": 2}]},
-            r"unknown key mesh\[0\].foo \(foo\) - valid keys: pipe, replicate",
+            r"unknown key mesh\[0\].foo \(foo\) - valid keys: context, expert, pipe",
         ),
         ({"meshes": [{"replicate": 0}]}, r"mesh\[0\].replicate\[0\]: should be .* 1 \(0\)"),
         ({"meshes": [{}]}, r"mesh\[0\]: should have at least 1 item"),

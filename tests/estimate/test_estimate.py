@@ -24,6 +24,8 @@ from shardproof.estimate import activations, figures, own, shapes
 from shardproof.estimate.command import memory_of
 from shardproof.estimate.counted import Forward
 from shardproof.estimate.shapes import Batch, Shape
+from shardproof.workloads.gpt import Block
+from shardproof.workloads.layers import Span
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,8 +88,9 @@ def test_activations_of_groups_that_are_computed_again() -> None:
 def test_the_formula_of_a_layer_is_what_autograd_keeps(heads: int, seq: int) -> None:
     """Of a block of the suite's GPT, which writes its attention out and has no dropout."""
     family = workloads.WORKLOADS["charnames_gpt"]
-    params = {"width": 64, "heads": heads, "kv_heads": None, "norm": "layer", "layout": "rows"}
-    block = family.block({**params, "passes": "tensor"}, None, {"device": "meta"})
+    params = family.resolve({"width": 64, "heads": heads})
+    place: dict[str, Any] = {"device": "meta"}
+    block = Block(family.mixer(params, (), Span(), place), params, None, place)
     given = torch.empty(3, seq, 64, requires_grad=True)
     facts = own.facts_of_module(block, "adamw", {"shard": 1}, {})
     forward = Forward(block, (given,), facts)

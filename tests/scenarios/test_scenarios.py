@@ -641,6 +641,11 @@ OPTIONAL = {name for name, b in BACKENDS.items() if b.device == "cuda" or b.mpir
 #: Scenarios of other steps; the rest of ``conformance`` is the sharded family's.
 OTHERS = (
     *(
+        "context",
+        "expert",
+        "hybrid-context",
+        "mixtures",
+        "positions",
         "mpi",
         "by-hand",
         "hundred-layers",

@@ -59,7 +59,7 @@ NAMES: list[tuple[Callable[[], object], str]] = [
     (lambda: made().checkpoint(None), "checkpoint folder None: give the path"),  # type: ignore[arg-type]
     (lambda: made().strategy("ddp", [4]), r"mesh = \[4\]: write ranks along each axis, e.g."),  # type: ignore[arg-type]
     (lambda: made().strategy("ddp", {}), "mesh = {}: write ranks.*or leave it out"),
-    (lambda: made().strategy("ddp", {"dp": 2}), "mesh: unknown axis 'dp'; valid: pipe"),
+    (lambda: made().strategy("ddp", {"dp": 2}), "mesh: unknown axis 'dp'; valid: context"),
     (lambda: made().strategy("fsdp", {"shard": 0}), "'shard' = 0 is not a number of ranks: give"),
     (lambda: made().optimizer("adamw", betas=0.9), "AdamW with .* cannot update.*TypeError"),
     (lambda: made().optimizer("lbfgs"), "LBFGS .*closure.*or the optimizer"),
@@ -335,7 +335,7 @@ def test_the_pipeline_of_picotron_refuses_a_model_whose_width_it_cannot_read() -
     from shardproof.impls.ecosystem.picotron_pipeline import PicotronPipeline
 
     # Before it calls picotron, so this needs no checkout of it.
-    with pytest.raises(ValueError, match=r"'embed.position.weight', and this Sequential has no"):
+    with pytest.raises(ValueError, match=r"'embed.position.weight': for a model without that"):
         PicotronPipeline().shard(model())
 
 

@@ -139,20 +139,12 @@ class LosesTheLastGradient(Ring):
 class GradientsStayWithTheNeighbour(Ring):
     """The last message, which takes gradients of blocks home, is left out."""
 
-    def backward(
-        self, query: Tensor, block: Tensor, seen: Sequence[Seen], back: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor]:
-        self.left = 2 * self.comm.size - 1
-        try:
-            return super().backward(query, block, seen, back)
-        finally:
-            self.left = -1
-
-    left = -1
+    passed = 0
 
     def pass_on(self, tensor: Tensor, length: int) -> Arrival:
-        self.left -= 1
-        return super().pass_on(tensor, length) if self.left else lambda: tensor
+        # Of a step's C-1 messages in forward, and C-1 and C in backward, the last one.
+        self.passed = (self.passed + 1) % (3 * self.comm.size - 2)
+        return super().pass_on(tensor, length) if self.passed else lambda: tensor
 
 
 @mutant(

@@ -98,7 +98,7 @@ class PaddingInTheLoss(ContextParallel):
 
 @mutant(
     "context_misses_ranks_without_targets",
-    says="",
+    says="context",
     killed_by=("hang",),
     workload=gpt(seq=48, global_batch=2),
     mesh={"context": 4},
