@@ -33,12 +33,8 @@ from shardproof.contract import (
     Refused,
     StepResult,
 )
-from shardproof.impls.ecosystem.whole import (
-    NoOptions,
-    check_plain,
-    process_capabilities,
-    shape_of,
-)
+from shardproof.impls.ecosystem.shapes import shape_of
+from shardproof.impls.ecosystem.whole import NoOptions, check_plain, process_capabilities
 from shardproof.impls.pytorch.adapter import Adapter
 from shardproof.impls.reference.engine.optimizer import set_learning_rate, slot_pieces
 from shardproof.impls.reference.engine.options import parse_options

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Mesh
@@ -117,17 +116,3 @@ class Whole(Adapter):
     def slot(self, name: str, slot: str, tensor: Tensor) -> Piece:
         """A slot of the optimizer's state."""
         return Piece.whole(f"{name}.{slot}", tensor, replica=self.mesh.rank)
-
-
-def shape_of(module: nn.Module, name: str, what: str) -> torch.Size:
-    """The shape of the parameter ``name``, by which a pipeline knows ``what``.
-
-    :raises Refused: the model has no such parameter.
-    """
-    found = dict(module.named_parameters()).get(name)
-    if found is None:
-        raise Refused(
-            f"this pipeline reads {what} from {name!r}: for a model without that parameter, use "
-            "reference/pipeline or pytorch/pipelining"
-        )
-    return found.shape

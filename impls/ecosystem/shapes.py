@@ -1,0 +1,22 @@
+"""Shapes that a system reads from a parameter of the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardproof.contract import Refused
+
+
+def shape_of(module: nn.Module, name: str, what: str) -> torch.Size:
+    """The shape of the parameter ``name``, by which a pipeline knows ``what``.
+
+    :raises Refused: the model has no such parameter.
+    """
+    found = dict(module.named_parameters()).get(name)
+    if found is None:
+        raise Refused(
+            f"this pipeline reads {what} from {name!r}: for a model without that parameter, use "
+            "reference/pipeline or pytorch/pipelining"
+        )
+    return found.shape
