@@ -181,7 +181,7 @@ class Server:
         gradients = [self.kept[worker].gradients for worker in sorted(self.kept)]
         optimizer = self.optimizers[max(self.kept) if len(self.optimizers) > 1 else 0]
         for name, parameter in self.owns.items():
-            # Not zero but none, or momentum and decay would move what nobody used.
+            # Not zero but none, or momentum and decay would move unused parameters.
             parts = [part[name] for part in gradients if name in part]
             parameter.grad = reduce(torch.add, parts) if parts else None
         set_learning_rate(optimizer, self.spec, step)

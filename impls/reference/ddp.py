@@ -244,7 +244,7 @@ class DDP(Replicated):
         arrived = of_parameters[len(self.parameters) :]
         for index, parameter in enumerate(self.parameters):
             if not used[index]:
-                # Not zero but none, or weight decay and momentum would move what nobody used.
+                # Not zero but none, or weight decay and momentum would move unused parameters.
                 parameter.grad = None
         # Late on a rank: it ran a backward (counts as computed) in which the gradient did not come.
         self.newly_late = {i for i, n in enumerate(arrived) if n < computed} - self.late

@@ -143,7 +143,7 @@ class Elastic(Replicated):
         *used, self.samples = self.comm.agree(votes, "sum")  # [3]
         for bucket in self.buckets:
             for index, view in bucket.views.items():
-                # Not zero but none, or weight decay and momentum would move what nobody used.
+                # Not zero but none, or weight decay and momentum would move unused parameters.
                 self.parameters[index].grad = view if used[index] else None
 
     def votes(self) -> list[int]:

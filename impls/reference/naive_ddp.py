@@ -77,7 +77,7 @@ class NaiveDDP(Replicated):
                 parts = FlatLayout({name: gradient}, 1).whole
                 bucket = Bucket(gradient.view(-1), parts, self.step)
                 self.reducer.all_reduce(bucket, self.comm).wait()
-            # Not zero but none, or weight decay and momentum would move what nobody used.
+            # Not zero but none, or weight decay and momentum would move unused parameters.
             parameter.grad = gradient if count else None
 
 

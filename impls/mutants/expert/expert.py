@@ -315,7 +315,7 @@ class BalanceOfReplicasOnly(Terms):
 
 @mutant("expert_bias_by_own_load", says=r"blocks\.0\.mlp\.balancing_bias", **BALANCED)
 class BiasByOwnLoad(Balancing):
-    """Each rank moves its balancing bias by the load of its own tokens."""
+    """Each rank moves its balancing bias by the load of its tokens alone."""
 
     def total(self, loads: Tensor) -> Tensor:
         return loads

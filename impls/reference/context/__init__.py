@@ -143,7 +143,7 @@ class ContextParallel:
         own, held = len(self.span.rows), query.shape[2]
         if own == held:
             return self.method.attend(core, query, key, value)
-        # Tensor ranks cut sequences, too, and pad what they gather: nobody may see the padding.
+        # Tensor ranks cut sequences, too, and pad what they gather: attention must not see that.
         mixed = self.method.attend(core, *(part[:, :, :own] for part in (query, key, value)))
         return F.pad(mixed, (0, 0, 0, held - own))
 

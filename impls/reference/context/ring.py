@@ -93,7 +93,7 @@ class Ring:
         """
         came = tensor.new_empty(*tensor.shape[:3], length, tensor.shape[4])
         tensor = tensor.contiguous()
-        # Who has no positions has no block, and both ends know it.
+        # A rank without positions has no block; both ends know this and send none.
         halves: list[Send | Recv] = [Send(tensor, self.next)] if tensor.numel() else []
         halves += [Recv(came, self.previous)] if came.numel() else []
         works = self.comm.batch(halves) if self.comm.size > 1 else []

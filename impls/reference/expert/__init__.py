@@ -221,7 +221,7 @@ class ExpertParallel(Whole):
             for gradient, total in zip(gradients, totals, strict=True):
                 gradient.copy_(total.view(gradient.shape))
         for parameter, count in zip(parameters, used.wait(), strict=True):
-            # Not zero but none, or weight decay and momentum would move what nobody used.
+            # Not zero but none, or weight decay and momentum would move unused parameters.
             if not count:
                 parameter.grad = None
 

@@ -1,7 +1,7 @@
 """Dispatch, experts, combine: rows travel to the ranks of their experts and back.
 
     rows       a a b c c d      numbers of experts, sorted; two experts a rank
-    counts  -> 2 1 | 2 1        integers first: nobody knows what it will get
+    counts  -> 2 1 | 2 1        integers first: no rank knows what it will get
     dispatch   a a b | c c d    all-to-all; rank 0 has a and b of all ranks
     experts    a a a b b        sorted by expert: rank 0's rows of a, rank 1's rows of a, ...
     combine    back in the order in which they came, then in the order in which they were asked for
@@ -90,7 +90,7 @@ class Exchange:
         """
         plan = self.plan(numbers, again or torch._C._current_graph_task_id() != -1)
         order = self.send_order(numbers)
-        # Without a gradient of its own a row would leave the other ranks' backward alone.
+        # If no row needed a gradient, this rank would not join the others' backward.
         rows = rows if rows.requires_grad else rows.detach().requires_grad_()
         arrived = self.dispatch(rows[order], plan)
         return self.combine(self.compute(arrived, plan), plan)[self.return_order(order)]

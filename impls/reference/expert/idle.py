@@ -1,7 +1,7 @@
 """The rounds in which this rank has no micro-batch, but others have: its experts compute for them.
 
 Ranks may have unequal numbers of micro-batches, or none.  A rank without one makes the calls of the
-others all the same, in their order, with no rows of its own:
+others all the same, in their order, with no rows from this rank:
 
     forward     exchange of layer 0, 1, ... with no rows
     backward    the gradients of layer ..., 1, 0; its experts get gradients of the others' tokens

@@ -174,7 +174,7 @@ class ShardedUpdate(Handle):
         for bucket in self.buckets:
             shard = self.gradient(bucket)
             for name, part in bucket.parts.items():
-                # Not zero but none, or weight decay and momentum would move what nobody used.
+                # Not zero but none, or weight decay and momentum would move unused parameters.
                 self.targets[name].grad = part.of_shard(shard) if users[name] else None
         # Taken from the sum, so that all ranks have the same queue in the next step.
         self.late |= {index for index, n in enumerate(votes[len(names) :]) if n}
