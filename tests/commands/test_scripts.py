@@ -155,7 +155,7 @@ def test_what_a_function_defines_is_refused_by_its_place(tmp_path: Path) -> None
         prove(hook=inner)
     line = inner.__code__.co_firstlineno
     assert str(refused.value).startswith(f"{__file__}:{line}: ranks cannot import this hook (")
-    assert "define it at the top level of a module" in str(refused.value)
+    assert "define it with a name at the top level of a module or script" in str(refused.value)
     with pytest.raises(SelectionError, match=r"ranks cannot import this hook \(3\)"):
         prove(hook=3)
 
