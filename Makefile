@@ -60,7 +60,7 @@ launches: compiled ## tests that start many processes: watch, parts of a system 
 	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "launches and not slow"
 
 slow: compiled ## slow tests
-	@$(BIN)/pytest tests -m slow --ignore tests/cluster
+	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m slow --ignore tests/cluster
 
 clusters: compiled ## slow tests that need a container engine or a Slurm
 	@$(BIN)/pytest tests/cluster -m slow

@@ -230,8 +230,9 @@ def _files_below(folder: Path) -> list[Path]:
         path
         for path in _yaml_below(folder)
         # One with ``about`` and nothing else of ours is a file of a wing that is missing here.
+        # Files of wings have ``figures`` as well as policies do.
         if kind_of(path) is None
-        and (_has(path, f"matrix|checks|sees|{_POLICY}") or not _has(path, "about"))
+        and (_has(path, "matrix|checks|sees|verdicts|times|xfails") or not _has(path, "about"))
     ]
 
 
