@@ -152,6 +152,18 @@ def verb(command: Command) -> str:
 OWN = [one for one in ALL if entry(one) is None]
 CASES = [one for one in OWN if verb(one) in ("run", "bench")]
 FAULTS = [one for one in OWN if verb(one) == "mutants"]
+
+
+def kind(command: Command) -> tuple[object, ...]:
+    """The path of a command through the code: its verb, its options, and what reads its words."""
+    known = ("collectives", "checkpoint", "peers", "scaling")
+    first = next((word for word in known if verb(command) == "bench" and word in command.text), "")
+    options = frozenset(re.findall(r"(?<=\s)--?[a-z][\w-]*", command.text))
+    return verb(command), first, options, "claims" in command.text, ":" in command.text
+
+
+#: One command of each kind: those that only choose other cases take the same path.
+KINDS = [*{kind(one): one for one in reversed([*CASES, *FAULTS])}.values()]
 #: Verbs of commands that read what is there, and the exit codes that they may end with: what a gate
 #: says of one case hangs on the baseline.
 READ = {
@@ -257,7 +269,7 @@ def test_a_command_about_a_run_does_what_it_says(one: Command, place: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("one", [*CASES, *FAULTS], ids=name)
+@pytest.mark.parametrize("one", KINDS, ids=name)
 def test_a_command_that_runs_cases_runs_them(one: Command, place: Path, tmp_path: Path) -> None:
     """As many as fit into a few seconds; whole selections are what ``make`` and CI run."""
     given = _in(place, one)

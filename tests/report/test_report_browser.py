@@ -30,6 +30,8 @@ ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
+#: Milliseconds that an action may take beside other tests.
+PATIENCE_MS = 240_000
 PHONE = {"width": 380, "height": 780}
 
 
@@ -62,6 +64,7 @@ class Visit:
     def __init__(self, browser: Any, file: Path, **context: Any) -> None:
         self.context = browser.new_context(**context)
         self.page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE_MS)
         self.requests: list[str] = []
         self.complaints: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
