@@ -59,8 +59,8 @@ test: compiled ## tests of the judge itself, with one planted fault per file and
 launches: compiled ## tests that start many processes: watch, parts of a system in prove, init
 	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "launches and not slow"
 
-slow: compiled ## slow tests
-	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m slow --ignore tests/cluster
+slow: compiled ## slow tests; PART=1/2: the first half of them
+	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m slow --ignore tests/cluster $(if $(PART),--part $(PART))
 
 clusters: compiled ## slow tests that need a container engine or a Slurm
 	@$(BIN)/pytest tests/cluster -m slow

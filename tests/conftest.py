@@ -6,6 +6,7 @@ import functools
 import signal
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--part 1/2``: of tests that take long, as in CI, where each part has its day."""
+    parser.addoption("--part", metavar="N/M", help="run the N-th of M parts of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of other parts; the name of a test decides, so that others change nothing."""
+    if part := config.getoption("--part", None):
+        number, parts = map(int, part.split("/"))
+        own = [i for i in items if zlib.crc32(i.nodeid.encode()) % parts == number % parts]
+        config.hook.pytest_deselected(items=[item for item in items if item not in own])
+        items[:] = own
 
 
 @pytest.hookimpl(hookwrapper=True)
