@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import signal
 import sys
 import tempfile
@@ -42,11 +43,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests of other parts; the name of a test decides, so that others change nothing."""
-    if part := config.getoption("--part", None):
-        number, parts = map(int, part.split("/"))
-        own = [i for i in items if zlib.crc32(i.nodeid.encode()) % parts == number % parts]
-        config.hook.pytest_deselected(items=[item for item in items if item not in own])
-        items[:] = own
+    if not (part := config.getoption("--part", None)):
+        return
+    if not (found := re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)) or int(found[1]) > int(found[2]):
+        raise pytest.UsageError(f"--part {part}: write N/M, the N-th of M parts, such as 1/2")
+    number, parts = int(found[1]), int(found[2])
+    chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        chosen[zlib.crc32(item.nodeid.encode()) % parts == number % parts].append(item)
+    config.hook.pytest_deselected(items=chosen[False])
+    items[:] = chosen[True]
 
 
 @pytest.hookimpl(hookwrapper=True)

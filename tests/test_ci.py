@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = (Path(__file__).parents[1] / ".ci/run").read_text()
+ROOT = Path(__file__).parents[1]
+SCRIPT = (ROOT / ".ci/run").read_text()
 #: The function that runs a part; bash's SECONDS is set by hand in place of a wait.
 PART = SCRIPT[SCRIPT.index("most=") : SCRIPT.index("engine_and_images()")]
 
@@ -40,3 +42,33 @@ def test_the_aims_are_45_minutes_together() -> None:
     assert len(parts) == len(re.findall(r"^(?:\w+=\S+ )*part ", SCRIPT, re.MULTILINE)) == 9
     assert all(int(aim) <= int(limit) for limit, aim in parts)
     assert sum(int(aim) for _, aim in parts) == 45
+
+
+def test_days_take_turns_with_the_halves_of_the_slow_tests() -> None:
+    (given,) = re.findall(r"make slow PART=(.+)$", SCRIPT, re.MULTILINE)
+    shown = [given.replace("$(date -u +%j)", day) for day in ("008", "009", "365")]
+    done = subprocess.run(
+        ["bash", "-c", f"echo {' '.join(shown)}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["1/2", "2/2", "2/2"]
+
+
+def collected(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", __file__, "--collect-only", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_parts_have_each_test_once() -> None:
+    whole, *parts = (
+        {line for line in collected(*words).stdout.splitlines() if "::" in line}
+        for words in ((), ("--part", "1/2"), ("--part", "2/2"))
+    )
+    assert len(whole) >= 7 and all(parts)
+    assert parts[0] | parts[1] == whole and not parts[0] & parts[1]
+
+
+@pytest.mark.parametrize("part", ["3/2", "0/2", "half"])
+def test_a_part_that_is_none_is_refused(part: str) -> None:
+    done = collected("--part", part)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"--part {part}: write N/M" in done.stderr

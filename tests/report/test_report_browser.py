@@ -30,7 +30,7 @@ ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
-#: Milliseconds that an action may take beside other tests.
+#: The longest wait for an action of the browser, in milliseconds, while other tests run.
 PATIENCE_MS = 240_000
 PHONE = {"width": 380, "height": 780}
 
