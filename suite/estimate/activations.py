@@ -29,18 +29,26 @@ NONE, SELECTIVE = "none", "selective"
 
 @dataclass(frozen=True)
 class Setting:
-    """The choices, besides the shape, that the bytes of a layer depend on."""
+    """The choices, besides the shape, that the bytes of a layer depend on.
+
+    ``tensor`` ranks divide layers, ``cut`` ranks the positions of a sample.
+    """
 
     item: int = 2
     tensor: int = 1
     sequence_parallel: bool = False
     recompute: str | int = NONE
+    cut: int = 1
+
+    def tokens(self, shape: Shape, batch: Batch) -> int:
+        """Positions of a micro-batch on the fullest of the ranks that ``cut`` them."""
+        return batch.samples * -(-(batch.positions or shape.seq) // self.cut)
 
 
 def of_layer(shape: Shape, batch: Batch, how: Setting) -> float:
     """Bytes of one layer that keeps all that it does not compute again as scores."""
     e, positions = how.item, batch.positions or shape.seq
-    tokens, h = batch.samples * positions, shape.hidden
+    tokens, h = how.tokens(shape, batch), shape.hidden
     gates = 4 if shape.mlp == "swiglu" else 2
     whole = tokens * h * (4 * e + 2 * shape.dropout)
     kv = h // shape.heads * shape.kv
@@ -88,7 +96,7 @@ def of_units(first: float, units: Sequence[Unit], last: float, recompute: str | 
 
 def of_ends(shape: Shape, batch: Batch, how: Setting) -> tuple[float, float]:
     """Bytes of the embedding (the mask of its dropout), and of last norm, head and loss."""
-    tokens = batch.samples * (batch.positions or shape.seq)
+    tokens = how.tokens(shape, batch)
     parts = how.tensor if how.sequence_parallel else 1
     logits = max(4, how.item) * tokens * shape.vocab / how.tensor  # the loss works in fp32
     hidden = 2 * how.item * tokens * shape.hidden

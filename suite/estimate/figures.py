@@ -166,8 +166,10 @@ def of_shape(
     kept, tokens = None, batch.samples * (batch.positions or shape.seq)
     if shape.layers:
         sequence = bool(options.get("sequence_parallel", False))
-        how = activations.Setting(itemsize(facts), facts.parts("widths"), sequence, recompute)
-        one = activations.of_layer(shape, batch, how), float(how.item * tokens * shape.hidden)
+        ranks, cut = facts.parts("widths"), facts.parts("positions")
+        how = activations.Setting(itemsize(facts), ranks, sequence, recompute, cut)
+        given = float(how.item * how.tokens(shape, batch) * shape.hidden)
+        one = activations.of_layer(shape, batch, how), given
         units = [activations.Unit(*one)] * shape.layers
         kept = kept_of(facts, units, activations.of_ends(shape, batch, how), recompute)
     elif facts.parts("widths") * facts.parts("layers") > 1 or recompute != activations.NONE:

@@ -245,6 +245,11 @@ def _counted(
 
     from shardproof.estimate.counted import Forward
 
+    if (cut := facts.parts("positions")) > 1:
+        why = (
+            f"activations not counted: {cut} ranks cut the positions, and inputs are of whole ones"
+        )
+        return facts, None, f"{why} - leave that axis out to count those of whole samples"
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     forward = Forward(model, given, facts)
     if forward.problem:

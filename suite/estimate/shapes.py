@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from shardproof import axes
 from shardproof.contract import Options
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, shape_key
 from shardproof.errors import Problem, SelectionError, nearest
@@ -226,7 +227,7 @@ def in_accounting(
     """``facts`` with the precision and optimizer of an accounting, and so many micro-batches."""
     about = known(accounting, accountings(), "accounting")
     policy = {name: about[name] for name in ("parameters", "reduce") if name in about}
-    shares = 1 if facts.world == 1 else facts.size("+".join(facts.data_axes) or "none")
+    shares = axes.size(facts.axes, axes.sharing(facts.axes))
     return replace(
         facts,
         options={**facts.options, **({"precision": policy} if policy else {})},

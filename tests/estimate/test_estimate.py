@@ -378,3 +378,27 @@ def test_the_command_prints_tables_and_json() -> None:
     assert row["state"] == pytest.approx(49e9, rel=1e-6)
     assert row["strategy"] == "zero1" and row["activations"] >= row["kept"] > 0
     assert "gpt3-175b" in here("estimate", "--models").stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_ranks_that_cut_positions_share_the_activations_of_one_sample(ranks: int) -> None:
+    alone = estimate("7b", impl="ddp", gpus=1, accounting="A32")
+    found = estimate("7b", impl="context", mesh={"context": ranks}, accounting="A32")
+    assert found.activations is not None and found.activations * ranks == alone.activations
+    # Around the ring go keys and values, in backward again, and their gradients one hop further.
+    keys_and_values = 32 * 2048 * 2 * 4096 * 4
+    ring = keys_and_values * (3 - 2 / ranks)
+    assert found.sent == 2 * (ranks - 1) / ranks * found.gradients + ring
+
+
+def test_a_mixed_accounting_of_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="choose the accounting A32 or B8 or S4"):
+        estimate("7b", impl="expert", gpus=8)
+    assert estimate("7b", impl="expert", gpus=8, accounting="A32").parameters == 28 * 10**9
+
+
+def test_inputs_of_whole_samples_do_not_count_for_ranks_that_cut_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    found = estimate(model, impl="context", mesh={"context": 2}, inputs=(torch.ones(2, 4),))
+    assert found.activations is None
+    assert "2 ranks cut the positions" in str(found)

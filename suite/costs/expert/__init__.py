@@ -25,6 +25,7 @@ class ExpertParallel(CostModel):
     """
 
     strategy = "expert"
+    unmixed = tuple(ITEMSIZE)
     frees_gradients = True
     divided = (True, True, True)
     source = (
