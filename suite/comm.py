@@ -338,7 +338,7 @@ class Mesh:
         names = tuple(self.axes)
         self.device_mesh = DeviceMesh(device, self.grid.tolist(), mesh_dim_names=names)
         self._comms: dict[tuple[str, ...], Comm] = {}
-        self._subgroups: dict[tuple[int, ...], Subgroup] = {}
+        self._subgroups: dict[tuple[tuple[int, ...], str], Subgroup] = {}
         if self.coordinate:
             for axis in self.axes:
                 self._comms[(axis,)] = Comm(self.device_mesh.get_group(axis), axis, device)
@@ -357,29 +357,30 @@ class Mesh:
             return self._comms[axes]
         except KeyError:
             known = ", ".join("+".join(names) for names in self._comms)
-            what = f"there is no group along {'+'.join(axes)}; this mesh has: {known}"
+            what = f"no group along {'+'.join(axes)}; this mesh has: {known}"
             remedy = "Mesh.subgroup(ranks) makes a group of any ranks of the mesh"
             raise KeyError(f"{what}; {remedy}") from None
 
-    def subgroup(self, ranks: Sequence[int]) -> Subgroup:
+    def subgroup(self, ranks: Sequence[int], axis: str = "") -> Subgroup:
         """The communicator of some ranks of this mesh, by their global numbers, ascending.
 
         Every rank of the mesh calls it, members or not, and all in one order; it waits for them.
         Asked again for the same ranks it gives the same one, and waits for nobody.  Ledgers count
-        its traffic along the axes on which its ranks differ.  It is freed with the mesh's groups.
+        its traffic along ``axis``; empty: along the axes on which its ranks differ.  It is freed
+        with the mesh's groups.
 
         :raises ValueError: the ranks are empty, unsorted, given twice, or not all on the mesh.
         :raises RuntimeError: a rank of the mesh calls something else instead, or never comes.
         """
         members = self._members(ranks)
-        if members not in self._subgroups:
+        axis = axis or self._differing(members)
+        if (members, axis) not in self._subgroups:
             text, mine = f"Mesh.subgroup({list(members)})", None
             mesh = f"{json.dumps(self.axes)}/{list(self.ranks)}".replace(" ", "")
             # How often this rank was here: the same on all, who come in one order.
             nth = c10d._get_default_store().add(f"subgroups/{mesh}/{self.rank}", 1)
             place = f"subgroup/{mesh}/{nth}"
             meet(self.ranks, self.rank, place, text)
-            axis = self._differing(members)
             if self.rank in members:
                 _named_groups()
                 before = _group_name.set(place)
@@ -387,8 +388,8 @@ class Mesh:
                     mine = dist.new_group(list(members), group_desc=f"mesh_{axis}")
                 finally:
                     _group_name.reset(before)
-            self._subgroups[members] = Subgroup(mine, members, axis, self.device)
-        return self._subgroups[members]
+            self._subgroups[members, axis] = Subgroup(mine, members, axis, self.device)
+        return self._subgroups[members, axis]
 
     def _members(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """``ranks``, which are those of a sub-group."""
@@ -453,7 +454,7 @@ class Mesh:
         groups = numpy.moveaxis(self.grid, inner, range(-len(inner), 0))
         mine = None
         for ranks in groups.reshape(-1, self.size(*names)).tolist():
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, group_desc=f"mesh_{'+'.join(names)}")
             if self.rank in ranks:
                 mine = group
         return mine

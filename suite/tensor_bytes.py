@@ -93,10 +93,10 @@ def require_plain(tensor: Tensor, place: str) -> None:
     """Raise :class:`NotPlain` that names ``place`` unless ``tensor`` is dense and no subclass."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         hint = "; pack its local tensor" if hasattr(tensor, "to_local") else ""
-        raise NotPlain(f"cannot pack {_name(tensor)} at {place or 'the top'}{hint}")
+        raise NotPlain(f"cannot store {_name(tensor)} at {place or 'the top level'}{hint}")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         what = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
-        raise NotPlain(f"cannot pack a {what} at {place or 'the top'}")
+        raise NotPlain(f"cannot store a {what} at {place or 'the top level'}")
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -136,7 +136,7 @@ class _Writer:
         for base in (int, float):
             if isinstance(obj, base):
                 return base(obj)
-        raise TypeError(f"cannot pack {_name(obj)} at {place or 'the top'}")
+        raise TypeError(f"cannot store {_name(obj)} at {place or 'the top level'}")
 
     def _items(self, values: Sequence[Any], place: str) -> list[Any]:
         return [
@@ -164,7 +164,7 @@ class _Writer:
         for key, value in obj.items():
             where = f"{place}[{key!r}]"
             if isinstance(key, Tensor):
-                raise TypeError(f"a tensor cannot be a key, at {place or 'the top'}")
+                raise TypeError(f"a tensor cannot be a key, at {place or 'the top level'}")
             pairs.append([self.encode(key, where), self.encode(value, where)])
         return {"!d": pairs}
 

@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO stages, unmodified (extra ``deepspeed``)."""
+"""DeepSpeed, unmodified (extra ``deepspeed``): ZeRO, pipeline, attention over ranks, experts."""

@@ -57,8 +57,9 @@ def offered(chosen: Checkpoints, partitions: bool) -> tuple[str, ...]:
     formats = FORMATS if partitions else FORMATS[:1]
     if chosen.format not in formats:
         raise Refused(
-            f"option 'checkpoint.format' = {chosen.format!r}: ds_to_universal converts "
-            f"partitions of ZeRO, and this system has none; valid: {', '.join(formats)}"
+            f"option 'checkpoint.format' = {chosen.format!r}: DeepSpeed converts only checkpoints "
+            "of ZeRO to this format, and this system does not use ZeRO; valid: "
+            f"{', '.join(formats)}"
         )
     return formats
 
@@ -110,8 +111,8 @@ class Saves(Implementation):
             found, state = self.engine.load_checkpoint(str(place), tag=tag)
         if found is None:
             raise FileNotFoundError(
-                f"{path}: DeepSpeed finds no checkpoint there - name a checkpoint, or the "
-                "folder into which it was saved"
+                f"{path}: DeepSpeed finds no checkpoint at this path - give the path of a "
+                "checkpoint, or of the folder that contains it"
             )
         if len(state["rng"]) == self.comm.size:
             torch.set_rng_state(state["rng"][self.comm.rank])

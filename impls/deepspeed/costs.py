@@ -27,7 +27,8 @@ from typing import ClassVar
 
 from shardproof.axes import cutting
 from shardproof.contract import Options
-from shardproof.costs.ddp import Single
+from shardproof.costs.context import Exchange
+from shardproof.costs.ddp import DDP, Single
 from shardproof.costs.layout import Flat, chunk
 from shardproof.costs.model import Bytes, CostModel, Flow, Local, NoCostModel, flow, grouped_flow
 from shardproof.costs.model_facts import TensorFacts, counter_bytes, slots, used
@@ -268,11 +269,11 @@ class DeepSpeedZero3(_Sharded):
         if self.traced:
             names = ", ".join(self.untraced)
             raise NoCostModel(
-                f"deepspeed_zero3 has formulas of traffic only if these options are 0: {names}"
+                f"deepspeed_zero3 has a traffic formula only if these options are 0: {names}"
             )
         if not zero.get("reduce_scatter", True) or zero.get("sub_group_size") is not None:
             raise NoCostModel(
-                "deepspeed_zero3 has no formula of traffic if reduce_scatter is false or "
+                "deepspeed_zero3 has no traffic formula if reduce_scatter is false or "
                 "sub_group_size is set"
             )
         gathered = [FP32 * self.ranks * self.shard(t) for t in facts.parameters]
@@ -383,3 +384,26 @@ class DeepSpeedPipeline(Pipeline):
     #: Buffers of received activations and gradients stay in the engine.
     communication_at_rest = CostModel.communication_at_rest  # type: ignore[assignment]
     unclassified_limit = CostModel.unclassified_limit  # type: ignore[assignment]
+
+
+class DeepSpeedUlysses(DDP):
+    """DDP over replicate x context; queries, keys, values and results change their cut."""
+
+    strategy, textbook = "deepspeed_ulysses", "context"
+    source = (
+        "gradients as ddp, over replicate x context; sequence/layer.py: DistributedAttention "
+        "makes four all-to-alls in forward, which move (C-1)/C of their tensors, and _SeqAllToAll "
+        "the same four in backward (arXiv 2309.14509, section 3.2)"
+    )
+
+    def flows(self) -> list[Flow]:
+        """Calls and bytes of one step."""
+        exchange = Exchange(self.facts)
+        payloads = [
+            samples * length * n * size * item // exchange.ranks
+            for samples, length in exchange.shapes
+            for heads, kv, size, item in exchange.layers
+            for n in (heads, kv, kv, heads)
+        ]
+        passes = exchange.forwards + 1
+        return [*super().flows(), *exchange.each("all_to_all", payloads, passes)]

@@ -83,6 +83,13 @@ if importlib.util.find_spec("deepspeed") is not None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
+def init_communication() -> None:
+    """Let DeepSpeed use the process group that there is; call it as its launcher would."""
+    deepspeed.init_distributed(
+        dist_backend="gloo", auto_mpi_discovery=False, dist_init_required=False, verbose=False
+    )
+
+
 class Engine(Saves):
     """The frame of the adapter; stages define where gradients and optimizer state lie."""
 
@@ -160,9 +167,7 @@ class Engine(Saves):
             "zero_optimization": self.section(module, options),
             **self.checkpoints.section,
         }
-        deepspeed.init_distributed(
-            dist_backend="gloo", auto_mpi_discovery=False, dist_init_required=False, verbose=False
-        )
+        init_communication()
         engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=self.torch_optimizer,
@@ -249,7 +254,7 @@ class Engine(Saves):
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of the parameters, which are whole here."""
         if kind != "parameters":
-            raise Refused(f"DeepSpeed gathers parameters only, not {kind}")
+            raise Refused(f"full_state({kind!r}): DeepSpeed can gather only parameters")
         return {n: p.detach().clone() for n, p in self.module.named_parameters()}
 
     @torch.no_grad()

@@ -148,8 +148,8 @@ def parse(options: Mapping[str, Any], stage: int) -> ZeroOptimization:
         if stage not in _users(key):
             stages = ", ".join(map(str, _users(key)))
             raise Refused(
-                f"option 'zero_optimization.{key}' has no effect in stage {stage}, only in "
-                f"these stages: {stages}; leave it out"
+                f"option 'zero_optimization.{key}' has no effect in stage {stage} (only in "
+                f"stages: {stages}); leave it out"
             )
     if chosen.offloads_optimizer and not chosen.compute_grad_norm:
         raise Refused(

@@ -126,7 +126,10 @@ class DeepSpeedPipeline(Saves):
                 **dict.fromkeys(idle, ZERO_GRADIENT),
                 **NO_BYTES,
                 "loss_scale": NO_SCALE,
-                "packed": "only the first stage gets the inputs, which tell where documents begin",
+                "packed": (
+                    "only the first stage receives the inputs, and the positions of documents "
+                    "are read from the inputs"
+                ),
                 "incomplete_window": ONE_WINDOW,
                 **({} if chosen.dynamic_shape else {"variable_lengths": ONE_LENGTH}),
             },
@@ -370,8 +373,8 @@ def tied_names(parts: Sequence[nn.Module]) -> dict[int, list[str]]:
     pairs = sorted({tuple(stage for stage, _ in names) for names in shared})
     if len(pairs) > 1:
         raise Refused(
-            f"parameters are tied between stages {' and between '.join(map(str, pairs))}, but a "
-            "stage can belong to only one TiedLayerSpec of DeepSpeed"
+            f"parameters are tied between stages {' and between '.join(map(str, pairs))}, but "
+            "DeepSpeed allows only one TiedLayerSpec per stage"
         )
     return {
         stage: [dict(names)[stage] for names in shared] for stage in (pairs[0] if pairs else ())

@@ -23,4 +23,5 @@ STRATEGIES = (
     TEXTBOOK["pipeline"].by_system(
         "deepspeed_pipeline", f"{_COSTS}:DeepSpeedPipeline", less=("initial_broadcast",)
     ),
+    TEXTBOOK["context"].by_system("deepspeed_ulysses", f"{_COSTS}:DeepSpeedUlysses"),
 )

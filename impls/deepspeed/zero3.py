@@ -72,7 +72,7 @@ class DeepSpeedZero3(Partitioned):
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Whole parameters by ``GatheredParameters``."""
         if kind != "parameters":
-            raise Refused(f"DeepSpeed gathers parameters only, not {kind}")
+            raise Refused(f"full_state({kind!r}): DeepSpeed can gather only parameters")
         named: Mapping[str, Any] = dict(self.module.named_parameters())
         gathered = engine.deepspeed.zero.GatheredParameters(list(named.values()))
         with self.launched(), gathered:

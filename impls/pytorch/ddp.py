@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardproof.axes import summing
 from shardproof.comm import Mesh
 from shardproof.contract import (
     Batch,
@@ -36,6 +37,7 @@ from shardproof.contract import (
     Capabilities,
     Depth,
     Kind,
+    MicroBatch,
     Observe,
     OptimizerSpec,
     Piece,
@@ -105,7 +107,7 @@ class PyTorchDDP(Saves):
     strategy = "ddp"
     depth: ClassVar[Depth] = "layout"
     options_type: ClassVar[type[Options]] = Options
-    axis: ClassVar[str] = "replicate"
+    axes: ClassVar[tuple[str, ...]] = ("replicate",)
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -115,8 +117,8 @@ class PyTorchDDP(Saves):
         if chosen.broadcast_buffers:
             features, buffers = [*features, "buffer_broadcast"], "rank0"
         saves = offered(chosen.checkpoint)
-        axes, declines = (cls.axis,), chosen.declines()
-        return declared(*features, buffers=buffers, axes=axes, declines=declines, **saves)
+        usual = {"axes": cls.axes, "declines": chosen.declines()}
+        return declared(*features, buffers=buffers, **usual, **saves)
 
     def setup(
         self,
@@ -128,23 +130,27 @@ class PyTorchDDP(Saves):
     ) -> None:
         """Build, load on rank 0, wrap."""
         self.options, self.mesh = parse_options(self.options_type, options), mesh
+        self.build, self.spec = build, optimizer
         self.module: nn.Module = build(mesh.device)
         if state is not None:
             load_state(self.module, state)
+        self.prepare(self.module)
         if self.options.recompute_every:
             checkpoint_units(self.module, build.units)
-        self.comm = mesh.comm(self.axis)
+        self.comm = mesh.comm(*summing(mesh.axes))
         if not self.options.broadcast_buffers:  # then DDP leaves out the initial broadcast as well
             broadcast_tensors(list(self.module.buffers()), self.comm)
         self.ddp = self.wrap(self.module)
         self.call: Callable[..., Any] = self.ddp
         if self.options.compile != "none":
             self.call = torch.compile(self.ddp, backend=self.options.compile)
-        self.build, self.spec = build, optimizer
         named = {plain(name): p for name, p in self.module.named_parameters()}
         self.trainable = {name: p for name, p in named.items() if p.requires_grad}
         self.optimizer = self.make_optimizer()
         self.scaler = make_scaler(optimizer, mesh.device)
+
+    def prepare(self, module: nn.Module) -> None:
+        """Change the plain ``module`` of this rank before anything wraps it: nothing here."""
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """torch's optimizer over all trained parameters."""
@@ -177,7 +183,7 @@ class PyTorchDDP(Saves):
         for number, micro in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
             with nullcontext() if is_last else self.ddp.no_sync():
-                loss = self.build.loss(self.call(micro.inputs), micro)
+                loss = self.loss(self.call, micro)
                 self.scaler.scale(loss * self.loss_factor()).backward()
             total = total + loss.detach()
         norm, metrics = update(
@@ -185,6 +191,10 @@ class PyTorchDDP(Saves):
         )
         self.steps_done = batch.step + 1
         return StepResult(loss=total, norm=norm, metrics=metrics)
+
+    def loss(self, call: Callable[..., Any], micro: MicroBatch) -> Tensor:
+        """The loss of one micro-batch, by ``call`` of its inputs."""
+        return self.build.loss(call(micro.inputs), micro)
 
     def clip(self, limit: float) -> Tensor:
         """Scale gradients to a norm of at most ``limit``; return the norm before."""
@@ -204,8 +214,9 @@ class PyTorchDDP(Saves):
             )
         if self.options.static_graph and step == 0 and micro_batches > 1:
             raise Refused(
-                "option 'static_graph' = True: DDP must see a synchronised backward before "
-                f"no_sync(), so the first step may have only 1 micro-batch, not {micro_batches}"
+                "option 'static_graph' = True: the first step may have only 1 micro-batch, not "
+                f"{micro_batches}, because DDP must synchronize the first backward; use 1 "
+                "micro-batch, or set static_graph to false"
             )
 
     def local_state(self, kind: Kind) -> list[Piece]:
@@ -233,7 +244,7 @@ class PyTorchDDP(Saves):
         """
         self.module.eval()
         try:
-            shares = [self.build.loss(self.module(m.inputs), m) for m in batch.micro_batches]
+            shares = [self.loss(self.module, micro) for micro in batch.micro_batches]
         finally:
             self.module.train()
         return torch.stack(shares).sum() if shares else torch.zeros(())

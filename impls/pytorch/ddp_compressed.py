@@ -78,10 +78,9 @@ class Options(DDPOptions):
         super().__post_init__()
         if self.find_unused_parameters and self.compress.method not in CASTS:
             raise Refused(
-                f"option 'find_unused_parameters' = True with {self.compress.method}: the "
-                "collective by which ranks agree on the used parameters mixes with those of the "
-                "hook (docs/findings.md, 19), and DDP no longer orders its buckets by arrival, "
-                "although the emulator of DDP does; set find_unused_parameters to false"
+                f"option 'find_unused_parameters' = True with {self.compress.method}: DDP finds "
+                "unused parameters by a collective of its own, which can run out of order with "
+                "those of the hook (docs/findings.md, 19); set find_unused_parameters to false"
             )
 
 
@@ -118,9 +117,9 @@ class DDPCompressed(PyTorchDDP):
         spec: OptimizerSpec = args[2]
         if spec.scaler is not None:
             raise Refused(
-                "option 'compress' with a loss scaler: the compression error kept from one step "
-                "would have another loss scale than the gradients of the next step; leave out "
-                "'compress' or the scaler"
+                "option 'compress' with a loss scaler: the compression error of one step is "
+                "added to the gradients of the next step, which may have a different loss scale; "
+                "leave out 'compress' or the scaler"
             )
         super().setup(*args)
 

@@ -69,9 +69,9 @@ class Options(DDPOptions):
         found = own_function_of("optimizer", self.optimizer, "groups", "settings", gives=gives)
         if isinstance(found, type) and found.__module__.startswith("torch."):
             raise Refused(
-                f"option 'optimizer' = {self.optimizer!r}: torch's own class takes other "
-                "arguments than (groups, settings); name a function of (groups, settings) that "
-                f"makes an optimizer, such as {found.__name__}(groups, **settings.arguments)"
+                f"option 'optimizer' = {self.optimizer!r}: this class of torch cannot be called "
+                "with (groups, settings); name a function that can, and that returns e.g. "
+                f"{found.__name__}(groups, **settings.arguments)"
             )
         return found
 
@@ -104,7 +104,7 @@ class DDPWithOptimizer(PyTorchDDP):
                 f"the result is a {type(made).__name__} without {', '.join(lacking)}"
             )
         if any("lr_scale" not in group for group in made.param_groups):
-            raise self._refused("the optimizer drops keys of the parameter groups that it is given")
+            raise self._refused("the optimizer drops keys of the parameter groups, e.g. 'lr_scale'")
         #: Slot -> the ranks that hold it.
         self.holders: dict[str, list[int]] = {}
         return made

@@ -111,9 +111,9 @@ class Options(Training, Saved):
         if self.accumulate_without_communication and narrow and wide and wide != narrow:
             raise Refused(
                 "option 'accumulate_without_communication' contradicts 'precision.reduce' = "
-                f"{wide}: under no_sync FSDP1 adds micro-batches up in {narrow}; set "
-                "accumulate_without_communication to false, or precision.reduce to null or "
-                "to the value of precision.parameters"
+                f"{wide}: under no_sync FSDP1 accumulates gradients in {narrow}; set "
+                "accumulate_without_communication to false, or precision.reduce to null or to "
+                "the value of precision.parameters"
             )
 
     def declines(self) -> dict[str, str]:
@@ -124,8 +124,10 @@ class Options(Training, Saved):
             "is not a range of its elements",
             "unequal_micro_batches": "every forward gathers parameters, so all ranks must run "
             "the same number of micro-batches",
-            "empty": "a parameter without elements at the edge of a shard belongs to no shard, "
-            "so it has no gradient and no optimizer state",
+            "empty": (
+                "an empty parameter at the edge of a shard is in no shard, so it has no gradient "
+                "and no optimizer state"
+            ),
         }
         zeros = "the flat gradient holds zeros, not None, for unused parameters"
         never = ("unused", "conditional_late_step", "conditional_early_step")
@@ -354,7 +356,7 @@ class PyTorchFSDP1(Adapter):
         if kind == "buffers":
             return {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
         if kind != "parameters":
-            raise Refused(f"full_state() returns parameters and buffers only, not {kind}")
+            raise Refused(f"full_state({kind!r}): FSDP1 can gather only parameters and buffers")
         config = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -265,7 +265,7 @@ class PyTorchFSDP2(Adapter):
         if kind == "buffers":
             return {piece.name: piece.tensor.clone() for piece in self.buffers()}
         if kind != "parameters":
-            raise Refused(f"full_state() returns parameters and buffers only, not {kind}")
+            raise Refused(f"full_state({kind!r}): FSDP2 can gather only parameters and buffers")
         full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in self.named.items()}
         return {name: tensor.detach().clone() for name, tensor in full.items()}
 

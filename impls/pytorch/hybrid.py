@@ -98,10 +98,10 @@ class Options(pipelining.Options):
         super().__post_init__()
         if self.reshard_after_forward and self.name in SPLIT:
             raise Refused(
-                f"option 'reshard_after_forward' = true: {self.name} splits backwards, and "
-                "torch then collects the gradients of the parameters that a module holds at "
-                "that time (pipelining/_backward.py, stage_backward_input); these are shards, "
-                "so their gradients would be lost; set reshard_after_forward to false"
+                f"option 'reshard_after_forward' = true with schedule {self.name}: the schedule "
+                "splits the backward pass, and torch would then lose the gradients of resharded "
+                "parameters (pipelining/_backward.py, stage_backward_input); set "
+                "reshard_after_forward to false"
             )
 
 

@@ -120,7 +120,10 @@ GATHER = "UNSHARD"
 TORN = "torch does not exchange the gradients of a tied parameter between two ranks"
 TORN_STATE = "torch cannot gather one full state dict from stages on several ranks"
 ONE_SHAPE = "torch's schedules cut a window into parts of equal shape"
-UNSEEN = "the inputs, which tell where documents begin, reach the first stage only"
+UNSEEN = (
+    "only the first stage receives the inputs, and the positions of documents are read from the "
+    "inputs"
+)
 INFERENCE = "torch infers shapes with a forward in training mode; set shapes: given"
 
 

@@ -24,5 +24,6 @@ STRATEGIES = (
         "torch_pipelining", f"{_COSTS}.pipelining:TorchPipelining", less=("initial_broadcast",)
     ),
     TEXTBOOK["tensor"].by_system("torch_tensor_parallel", f"{_COSTS}.tensor:TorchTensorParallel"),
+    TEXTBOOK["context"].by_system("torch_context", f"{_COSTS}.context:TorchContext"),
     TEXTBOOK["hybrid"].by_system("torch_hybrid", f"{_COSTS}.hybrid:TorchHybrid", more=SHARDED),
 )

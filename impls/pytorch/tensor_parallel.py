@@ -199,7 +199,9 @@ class PyTorchTensorParallel(Adapter):
         if kind == "buffers":
             return {piece.name: piece.tensor.clone() for piece in self.buffers()}
         if kind != "parameters":
-            raise Refused(f"full_state() returns parameters and buffers only, not {kind}")
+            raise Refused(
+                f"full_state({kind!r}): this system can gather only parameters and buffers"
+            )
         full = {}
         for name, tensor in self.named.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

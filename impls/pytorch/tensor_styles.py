@@ -203,9 +203,9 @@ def check_sizes(module: nn.Module, styles: Mapping[str, ParallelStyle], ranks: i
             count, what = kv_heads(attention), "heads of keys and values"
         if count % ranks:
             raise Refused(
-                f"{name!r} has {count} {what}, which cannot be cut into equal parts for the "
-                f"{ranks} ranks of the axis 'tensor', as ColwiseParallel and RowwiseParallel "
-                "need"
+                f"{name!r} has {count} {what}, which cannot be divided among the {ranks} ranks of "
+                "the axis 'tensor': ColwiseParallel and RowwiseParallel need equal parts; choose "
+                f"a size of the axis that divides {count}"
             )
 
 

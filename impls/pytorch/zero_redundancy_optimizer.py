@@ -82,7 +82,7 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
     strategy = "zero_redundancy_optimizer"
     depth = "layout"
     options_type: ClassVar[type[Options]] = Options
-    axis: ClassVar[str] = "shard"
+    axes: ClassVar[tuple[str, ...]] = ("shard",)
     options: Options
     full_type = Consolidated
 

@@ -100,8 +100,9 @@ class Options:
             raise Refused(f"option 'order' = {self.order!r}: use {names} or a list of workers")
         if self.momentum == "by_worker" and not self.max_staleness:
             raise Refused(
-                "option 'momentum' = 'by_worker' with max_staleness = 0: each update uses the sum "
-                "of all workers; set momentum to shared, or max_staleness to 1"
+                "option 'momentum' = 'by_worker' with max_staleness = 0: each update then sums "
+                "the gradients of all workers, so workers have no separate momentum; set "
+                "momentum to shared, or max_staleness to 1"
             )
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
@@ -217,7 +218,7 @@ class ReferenceAsyncSGD(Implementation):
             features=frozenset({"initial_broadcast", "roles", "events"}),
             declines={
                 "clipping": "no global gradient exists",
-                "overflow_on_one_rank": "there is no common step that the workers could skip",
+                "overflow_on_one_rank": "workers have no common step to skip",
             },
         )
 

@@ -167,9 +167,9 @@ class DDP(Replicated):
         bucket = self.bucket_of[index]
         if bucket.work is not None:
             raise RuntimeError(
-                f"{self.names[index]!r} received a gradient after its bucket had been sent: a "
-                "micro-batch must be one forward and one backward; checkpoint activations with "
-                "use_reentrant=False or option 'recompute_every'"
+                f"{self.names[index]!r} received a second gradient in one micro-batch, after its "
+                "bucket was sent: run one forward and one backward per micro-batch; for "
+                "activation checkpointing set use_reentrant=False or use option 'recompute_every'"
             )
         if parameter.grad is not None:
             parameter.grad = bucket.views[index].copy_(parameter.grad)

@@ -103,8 +103,8 @@ class Options(Compressing):
         at_least("bucket_bytes", self.bucket_bytes, 1)
         if self.compress is not None and self.compress.method == "onebit":
             raise Refused(
-                "option 'compress.method' = 'onebit': its server residuals are cut by the "
-                "number of members, which changes; use cast, topk, randomk, powersgd or sign"
+                "option 'compress.method' = 'onebit': the size of its residuals depends on the "
+                "number of members, which can change; use cast, topk, randomk, powersgd or sign"
             )
 
 
@@ -204,8 +204,7 @@ class ReferenceElastic(Engine):
             batch=chosen.batch,
             features=frozenset({"clipping", "accumulation", "initial_broadcast", "elastic"}),
             declines={
-                "overflow_on_one_rank": "ranks would vote on a loss scale only after the "
-                "step is committed"
+                "overflow_on_one_rank": "ranks commit a step before they could agree to skip it"
             },
         )
         return lossy(exact, chosen)
@@ -221,8 +220,8 @@ class ReferenceElastic(Engine):
         """Set up as usual; a later joiner sets up alone, and its state does not count."""
         if optimizer.scaler is not None:
             raise Refused(
-                "optimizer.scaler: ranks would vote on a loss scale only after the step is "
-                "committed; leave the scaler out"
+                "optimizer.scaler: ranks commit a step before they could agree to skip it; leave "
+                "the scaler out"
             )
         self.chosen = parse_options(Options, options)
         self.asked = optimizer

@@ -115,7 +115,7 @@ def _reduce_scatter(requests: list[Request]) -> Result:
             parts = [r.inputs[index][rank] for r in requests]
             if len({(p.numel(), p.dtype) for p in parts}) > 1:
                 sizes = ", ".join(f"rank {i}: {_shape(p)}" for i, p in enumerate(parts))
-                raise CollectiveMismatch(f"reduce_scatter: parts for rank {rank} differ: {sizes}")
+                raise CollectiveMismatch(f"reduce_scatter: unequal parts for rank {rank}: {sizes}")
             yield rank, request.outputs[index][0], fold(parts, requests[0].reduce or "sum")
 
 

@@ -160,11 +160,11 @@ class Backend(ABC):
 
     def depart(self) -> None:
         """Take the calling rank out of all groups, where ``outlives_members``."""
-        raise NotImplementedError(f"{self.name} cannot continue without one of its ranks")
+        raise NotImplementedError(f"backend {self.name} cannot continue after a rank has left")
 
     def renew(self) -> None:
         """Let all groups forget calls that were never completed, where ``outlives_members``."""
-        raise NotImplementedError(f"{self.name} cannot continue without one of its ranks")
+        raise NotImplementedError(f"backend {self.name} cannot continue after a rank has left")
 
     # ------------------------------------------------------------------ derived from properties
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardproof import axes
 from shardproof.backends import heartbeat
 from shardproof.backends.backend import Backend
 from shardproof.backends.errors import CollectiveMismatch, differing_calls, name_ranks
@@ -235,6 +236,7 @@ class GroupBase(dist.ProcessGroup):
     def _issue_as_it_is(self, request: Request) -> Handle:
         if self.transform is not None:
             request = self.transform(request)
+        request.where = self._where()
         noted = self._note(request)
         ledger, calls = traffic.current(), list[traffic.LoggedCall]()
         tensors = [t for item in (*request.inputs, *request.outputs) for t in item]
@@ -253,6 +255,13 @@ class GroupBase(dist.ProcessGroup):
         handle = self._start(request)
         handle.noted, handle.ledger, handle.rows = noted, ledger, calls
         return handle
+
+    def _where(self) -> str:
+        """The axis in words, and the layer if activations travel; empty: all ranks are in it."""
+        if not self.axis or self._size == dist.get_world_size():
+            return ""
+        log = program_order.current() if axes.exchanging(self.axis.split("+")) else None
+        return f" of axis {self.axis}" + (f", layer {log.layer}" if log and log.layer else "")
 
     def _note(self, request: Request) -> int:
         """Write it to the heartbeat; its number there.

@@ -57,7 +57,7 @@ def differing_calls(number: int, group: Sequence[int], calls: Mapping[int, str])
     lines = who_does("call", calls)
     if missing := [rank for rank in group if rank not in calls]:
         have = "have" if len(missing) > 1 else "has"
-        lines.append(f"{name_ranks(missing)} {have} not come yet")
+        lines.append(f"{name_ranks(missing)} {have} not made the call yet")
     return f"call {number} of group {spans(group)} does not match: {'; '.join(lines)}"
 
 

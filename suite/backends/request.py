@@ -28,7 +28,8 @@ class Request:
 
     One tensor per item, or one per rank of the group where the operation needs it (outputs of an
     all-gather, inputs of a reduce-scatter, ...).  In-place operations list a tensor on both sides.
-    ``method`` and ``args`` are the call as torch made it, for backends that pass it on.
+    ``method`` and ``args`` are the call as torch made it, for backends that pass it on.  ``where``:
+    which axis it belongs to, and which layer makes it, in words.
     """
 
     operation: str
@@ -40,9 +41,10 @@ class Request:
     tag: int = 0
     method: str = ""
     args: tuple[Any, ...] = ()
+    where: str = ""
 
     def text(self) -> str:
-        """The call in words: ``all_reduce(sum, float32[4])``."""
+        """The call in words: ``all_reduce(sum, float32[4])``, and where it belongs."""
         items = self.inputs or self.outputs
         words = [self.reduce] if self.reduce else []
         if self.root is not None:
@@ -58,7 +60,7 @@ class Request:
             words.append(f"{_name(item[0].dtype) if item else 'nothing'}[{count}]")
         if len(items) > 3:
             words.append(f"... {len(items)} tensors")
-        return f"{self.operation}({', '.join(words)})"
+        return f"{self.operation}({', '.join(words)}){self.where}"
 
     def signature(self) -> tuple[object, ...]:
         """The properties that must agree between all ranks of a collective."""
@@ -80,7 +82,7 @@ class Request:
         if self.operation == "all_gather":  # ranks may give tensors of different sizes in a list
             received = "+".join(str(t.numel()) for item in self.outputs for t in item)
             return f"all_gather {received} {[_name(item[0].dtype) for item in self.inputs]}"
-        return self.text()
+        return self.text().removesuffix(self.where)  # ranks may come from different layers
 
     def loads(self, size: int, rank: int) -> list[tuple[str, bool, int, Fraction]]:
         """``(dtype, floating, payload bytes, share sent)`` for each dtype in the call."""
@@ -212,7 +214,7 @@ def _check_parts(
     for parts, one in zip(lists, own, strict=True):
         dtypes = {_name(t.dtype) for t in (*parts, one)}
         if len(dtypes) > 1:
-            raise ValueError(f"{request.text()}: its tensors mix {' and '.join(sorted(dtypes))}")
+            raise ValueError(f"{request.text()}: it mixes dtypes: {' and '.join(sorted(dtypes))}")
         if parts[rank].numel() != one.numel():
             sizes = (
                 f"this rank's {one.numel()} elements do not fit its part of {parts[rank].numel()}"

@@ -85,7 +85,7 @@ def of(run: Run) -> list[Timed]:
         try:
             lines.append(Timed.from_dict({k: v for k, v in line.items() if k != "kind"}))
             if not all(each > 0 for each in lines[-1].medians.values()):
-                raise ValueError("a time is not positive")
+                raise ValueError("a time is 0 or negative")
         except DAMAGE as error:
             what = f"a line about collectives cannot be read: {error}"
             remedy = "run `shardproof verify` to see whether the run was changed"

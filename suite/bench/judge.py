@@ -74,11 +74,11 @@ def conclude(line: MeasuredPair, rows: Sequence[stats.TimedStep]) -> JudgedPair:
     elif same is False:
         word, reason = "fail", why
     elif figures is None:
-        reason = f"{blocks} whole blocks: an interval needs 2"
+        reason = f"an interval needs at least 2 whole blocks, and there are {blocks}"
     elif same is None:
         word, reason = "inconclusive", why
     elif word == "inconclusive":
-        reason = f"effects from {figures.smallest_effect:.1%} on can be seen with these blocks"
+        reason = f"these blocks can only show effects of {figures.smallest_effect:.1%} or more"
     goal = line.pair.goal
     met = None
     if goal is not None and figures is not None and same is not None:

@@ -137,8 +137,8 @@ def parse_assignments(texts: Sequence[str], option: str) -> Options:
         for parent in parents:
             inner = place.setdefault(parent, {})
             if not isinstance(inner, dict):
-                remedy = f"give {parent} either a value or keys of its own"
-                raise SelectionError(Problem(f"{option}: two values for one key", remedy, text))
+                remedy = f"give {parent!r} either a value or keys of its own"
+                raise SelectionError(Problem(f"{option}: a key has two values", remedy, text))
             place = inner
         place[last] = node["value"]
     return assigned
@@ -322,7 +322,7 @@ def files(names: Sequence[str]) -> list[Path]:
         elif folder.is_dir():
             if not (inside := timed_files(folder)):
                 remedy = "name a file, or two implementations"
-                raise SelectionError(Problem("no timed scenarios there", remedy, str(folder)))
+                raise SelectionError(Problem("no timed scenarios here", remedy, str(folder)))
             paths |= dict.fromkeys(inside)
         elif path.suffix in (".yaml", ".yml"):
             paths.setdefault(path)

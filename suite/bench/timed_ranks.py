@@ -230,7 +230,7 @@ def counted(of_side: subjects.SideRun, memory: bool, rank: int) -> subjects.Step
     """
     log, sends = program_order.current(), traffic.current()
     if log is None or sends is None:
-        raise RuntimeError("bytes are counted with ledgers on: RankLaunch(..., ledgers=True)")
+        raise RuntimeError("bytes are not recorded: pass RankLaunch(..., ledgers=True)")
     arm, begin = Arm(of_side, rank), 0
     phase = "setup"
     with MemoryLedger(lambda: phase) if memory else nullcontext() as ledger:

@@ -125,7 +125,7 @@ def variations_of(patterns: Sequence[str]) -> Variations:
     if not (own := _own(patterns)):
         return shipped()
     if len(own) < len(patterns):
-        remedy = "use one campaign for each of the two"
+        remedy = "run one campaign for each"
         raise SelectionError(Problem("--impl mixes classes and names", remedy, own[0]))
     preflight.check(own)
     return of_ones_own(own)
@@ -169,7 +169,7 @@ def drawn_again(name: str, kind: str, draw: Callable[[int, int], Case]) -> Case 
     case = draw(int(found[2]), int(found[1]))
     if case.id != name:
         remedy = "use the version of the suite that drew the case"
-        raise SelectionError(Problem("this version draws no such case", remedy, name))
+        raise SelectionError(Problem("this version cannot draw the case", remedy, name))
     return case
 
 

@@ -277,6 +277,51 @@ def upstream_sizes(source: random.Random, setup: Setup) -> dict[str, int | float
     return sizes
 
 
+def cut_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
+    """Heads that context ranks can share under ``all_to_all``, of those of each tensor rank, and
+    lengths of which some have a position more than others, or none.
+    """
+    sizes = shared_sizes(source, setup)
+    if setup.workload == DYADIC:
+        return {**sizes, "seq": source.choice((4, 7))}
+    ranks, splits = setup.parts("positions"), setup.parts("widths")
+    heads = ranks * splits * source.choice((1, 2))
+    kv = [n for n in range(1, heads + 1) if heads % n == 0 and (n % splits == 0 or splits % n == 0)]
+    # Of a tensor rank's KV heads each context rank has some, or several have the same one.
+    kv = [n for n in kv if max(1, n // splits) % ranks == 0 or ranks % max(1, n // splits) == 0]
+    return {
+        **sizes,
+        "heads": heads,
+        "kv_heads": source.choice(kv),
+        "width": heads * source.choice((4, 8) if heads <= 4 else (2, 4)),
+        # Context ranks sum gradients as well: see shared_sizes.
+        "vocab": sizes["vocab"] - sizes["vocab"] % splits,
+        "seq": source.choice((4, 11, 16)),
+    }
+
+
+def routed_sizes(source: random.Random, setup: Setup) -> dict[str, Any]:
+    """A mixture whose experts the ranks can share; a bias takes the place of a balancing loss."""
+    ranks, top_k = setup.parts("experts"), source.choice((1, 2, 2))
+    is_biased = bool(setup.options["balance_rate"])
+    scopes = ("none", "micro-batch", "rank", "global")
+    return {
+        "layers": max(source.choice((1, 2)), setup.options["recompute_every"]),
+        "width": 16,
+        "seq": source.choice((3, 8)),
+        "experts": ranks * source.choice((2, 3)),
+        "top_k": top_k,
+        "router_weights": "before" if top_k == 1 else source.choice(("after", "before")),
+        "shared_experts": source.choice((0, 0, 1)),
+        "capacity": source.choice((0.0, 0.0, 0.5, 1.0, 1.5)),
+        "capacity_over": source.choice(("micro-batch", "sample")),
+        "claims": source.choice(("position", "choice")),
+        "balancing_bias": is_biased,
+        "balance": "none" if is_biased else source.choice(scopes),
+        "z_loss": source.choice((False, True)),
+    }
+
+
 def _line(what: Cut, most: int = LARGEST_WORLD) -> Meshes:
     return [{cutting(what): size} for size in range(1, most + 1)]
 
@@ -316,6 +361,22 @@ _UPSTREAM_GRIDS: Meshes = [
     ),
 ]
 
+
+def _with_replicas(what: Cut) -> Meshes:
+    """Ranks that cut ``what``, alone and in replicas."""
+    sizes = ((2, 1), (2, 2), (3, 2), (1, 4), (2, 3), (2, 4))
+    pairs = [{cutting("samples"): copies, cutting(what): ranks} for copies, ranks in sizes]
+    return [*_line(what), *pairs, {cutting(what): 7}, {cutting(what): 8}]
+
+
+def _around(data: Cut) -> Meshes:
+    """Cut positions, among stages, data ranks that cut ``data`` and split layers."""
+    cuts: tuple[Cut, ...] = ("layers", data, "positions", "widths")
+    sizes = itertools.product((1, 2), (1, 2, 3), (2, 3), (1, 2))
+    meshes = [dict(zip(map(cutting, cuts), each, strict=True)) for each in sizes]
+    return _without_ones(meshes, kept=data)
+
+
 #: Names of meshes in :data:`FILE`.
 MESHES: Mapping[str, Meshes] = {
     "one": [axes.replicas(1)],
@@ -333,6 +394,10 @@ MESHES: Mapping[str, Meshes] = {
     "grids_of_one_replica": _ONE_REPLICA,
     "small_grids_of_one_replica": _without_ones(_ONE_REPLICA, kept="state"),
     "upstream_grids": _UPSTREAM_GRIDS,
+    "positions": _with_replicas("positions"),
+    "experts": _with_replicas("experts"),
+    "positions_of_replicas": _around("samples"),
+    "positions_of_shards": _around("state"),
 }
 FILE = Path(__file__).with_name("systems.yaml")
 

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardproof import contract, registry, tensor_bytes
+from shardproof import axes, contract, registry, tensor_bytes
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.cases.membership import Membership
@@ -37,6 +37,7 @@ from shardproof.evidence.records import Evaluation, Pieces, RankRecord, StepReco
 from shardproof.launch.nodes import node_here
 from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
+from shardproof.ledgers.attended import Attended
 from shardproof.ledgers.memory.installed import watch as watch_memory
 from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.ledgers.memory.summary import MemoryRow, summary
@@ -84,6 +85,7 @@ class _Rank:
             self.memory = MemoryLedger(lambda: log.phase)
         #: The GPU allocator's peak of each step, beside the ledger's.
         self.allocator: list[MemoryRow] = []
+        self.attended = Attended() if axes.parts(case.mesh, "positions") > 1 else None
         self.built: list[weakref.ref[nn.Module]] = []
         #: Dtypes of the outputs that losses of the step under way were taken of.
         self.outputs: set[str] = set()
@@ -236,6 +238,8 @@ class _Rank:
     def _watch(self, module: nn.Module, units: Sequence[str]) -> None:
         """Set the suite's hooks on what was built."""
         program_order.watch(module, units)
+        if self.attended is not None:
+            self.attended.watch(module, self.workload.roles)
         if self.saving is not None:
             self.saving.watch(module)
         self.built.append(weakref.ref(module))
@@ -345,9 +349,9 @@ class _Rank:
 
         def observe(point: Point) -> None:
             if point not in contract.POINTS:
-                raise BrokenContract(f"step {step}: {point!r} is not a point of observation")
+                raise BrokenContract(f"step {step}: observe({point!r}): unknown point")
             if point in observed:
-                raise BrokenContract(f"step {step}: {point!r} was observed twice")
+                raise BrokenContract(f"step {step}: observe({point!r}) was called twice")
             with log.observe(point) if log else nullcontext():
                 kinds: tuple[Kind, ...] = ("gradients",)
                 observed[point] = self._holds(self.loaded if point == _LAST else kinds, point)
@@ -355,6 +359,8 @@ class _Rank:
         first_call = len(ledger.calls) if ledger else 0
         first_event = log.now if log else 0
         self.outputs.clear()
+        if self.attended is not None:
+            self.attended.total = 0
         if self.memory:
             self.memory.step = step
             if self.members.mesh.device == "cuda":
@@ -370,7 +376,7 @@ class _Rank:
             self.allocator += self._objects(step)
         for point in self.declaration.points:
             if point not in observed:
-                raise BrokenContract(f"step {step}: {point!r} was never observed")
+                raise BrokenContract(f"step {step}: observe({point!r}) was never called")
         return StepRecord(
             step,
             share,
@@ -387,6 +393,7 @@ class _Rank:
             draws=self.saving.draws() if self.saving else {},
             samples=_samples(batch) if self.saving or self.case.changes_members else (),
             attempt=attempt,
+            attended=self.attended.total if self.attended is not None else 0,
         )
 
     def _objects(self, step: int) -> list[MemoryRow]:

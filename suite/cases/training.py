@@ -63,7 +63,7 @@ def prepare(
         # A pipeline may be unable to cut a user's own model.
         if axis in case.mesh and (why := workload.family.unstaged(workload.params)):
             account.cannot_fit = f"axis {axis!r} of {case.mesh[axis]} ranks: {why}"
-        odd = [t for t in workload.family.terms(workload.params) if not _adds(declaration, t)]
+        odd = [t for t in workload.family.terms(workload.params) if not _adds(declaration, t, case)]
         if odd:
             term = odd[0]
             what = f"the loss term {term.name!r} of {case.workload.name} spans {term.scope!r}"
@@ -85,9 +85,12 @@ def prepare(
     return TrainingWork(case, system, declaration, workload, schedules, facts, oracle)
 
 
-def _adds(declaration: Declaration, term: LossTerm) -> bool:
-    """Whether the system adds ``term`` to the loss; ``Build.loss`` has those of a micro-batch."""
-    return term.scope == "micro-batch" or term.scope in declaration.scopes
+def _adds(declaration: Declaration, term: LossTerm, case: Case) -> bool:
+    """Whether the system adds ``term`` to the loss; ``Build.loss`` has those of a micro-batch that
+    a rank has whole.
+    """
+    is_whole = parts(case.mesh, "positions") == 1
+    return (term.scope == "micro-batch" and is_whole) or term.scope in declaration.scopes
 
 
 def _announced_schedules(case: Case, system: type[Implementation]) -> Schedules:

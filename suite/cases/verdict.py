@@ -160,7 +160,7 @@ def _after_fault(case: Case, account: Account, end: Outcome) -> tuple[str, str, 
     if "checkpoint" not in case.checks:
         return end.status, end.message, [end]
     if account.figures is None:
-        what = "nothing was loaded: the run without saves did not end well either"
+        what = "nothing was loaded: the run without saves failed as well"
         loaded = Outcome("checkpoint", "undecidable", what)
     else:
         loaded = _run_check("checkpoint", account.figures)

@@ -3,7 +3,8 @@
 Looks at the declared features against the strategy's profile, at parameter names after ``setup``,
 at how many elements of parameters, gradients and optimizer state each rank holds (a shard that is
 the whole is no shard; see :mod:`shardproof.costs`), at the dtypes of buffers and of outputs against
-the policy of mixed precision, and, for data parallelism, at the calls:
+the policy of mixed precision, at the work of attention where ranks share positions, and, for data
+parallelism, at the calls:
 gradients travel in buckets (fewer than parameters, as many as the scenario expects with
 ``expect.buckets``), and accumulation stays silent until the last micro-batch.  Where the option
 ``recompute_every`` is given, every block's forward runs again in backward, or none does.  How many
@@ -42,7 +43,7 @@ _NAMED = 3
 
 def decide(evidence: Figures) -> Outcome:
     """Compare what the strategy claims with what it left in calls, names and sizes."""
-    looks = (_profile, _names, _sizes, _buffer_dtypes, _output_dtypes)
+    looks = (_profile, _names, _sizes, _buffer_dtypes, _output_dtypes, _attention)
     if problem := next(filter(None, (look(evidence) for look in looks)), ""):
         return Outcome("active", "fail", problem)
     if unlogged := lacking(("calls",), evidence.case, evidence.declaration):
@@ -165,6 +166,24 @@ def _output_dtypes(evidence: Figures) -> str:
         return f"outputs in {odd}, precision.output asks for {wanted}" if odd else ""
 
     return "" if wanted is None else first_problem(evidence, wrong)
+
+
+def _attention(evidence: Figures) -> str:
+    """Every rank computes the attention scores that its positions are due, and no others."""
+    exchange = getattr(evidence.cost_model(), "exchange", None)
+    if exchange is None or "packed" in evidence.workload.traits:
+        return ""  # which scores documents hide depends on the data
+
+    def wrong(record: RankRecord, step: int) -> str:
+        own, now = record.steps[step], replace(exchange.facts, step=step)
+        due, found = replace(exchange, facts=now).attended(record.rank), own.attended
+        if due is None or due == found or not own.present:
+            return ""
+        told = f"expected {due:,} floating-point operations of attention, counted {found:,}"
+        of = f"method {exchange.method!r} with cut {exchange.cut!r}"
+        return f"{told}: its positions or masks are not those of {of}"
+
+    return first_problem(evidence, wrong)
 
 
 def _silent_accumulation(evidence: Figures) -> str:

@@ -28,7 +28,7 @@ def measure(evidence: Evidence, bound: float) -> list[ComparisonRow]:
     """One row for the summed loss in evaluation mode, one per thing that is wrong."""
     steps = sorted({one.step for record in evidence.records for one in record.evaluations})
     if steps and steps[-1] != evidence.steps[-1]:
-        return _problem(f"evaluates before step {steps[-1]}, and refuses before the last step")
+        return _problem(f"evaluate() works before step {steps[-1]}, not before the last step")
     evaluated = [row for step in steps for row in _evaluation(evidence, step, bound)]
     return [*evaluated, *_full_state(evidence)]
 
@@ -41,10 +41,10 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
     told_by: dict[int, tuple[int | None, float]] = {}
     for rank, evaluation in by_rank.items():
         if evaluation.changed:
-            return _problem(f"evaluation changes {evaluation.changed[0]} on rank {rank}")
+            return _problem(f"evaluate() changes {evaluation.changed[0]} on rank {rank}")
         if evaluation.retold:
-            what = f"{evaluation.retold[0]} on rank {rank} in different pieces"
-            return _problem(f"an evaluation leaves {what}, with the same values")
+            what = f"{evaluation.retold[0]} on rank {rank}"
+            return _problem(f"evaluate() keeps the values, but changes the pieces, of {what}")
         if evaluation.loss is None or evaluation.share is None:
             continue
         if not math.isfinite(evaluation.loss):
@@ -59,7 +59,7 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
     batches = workload.batch(step, case.data_coordinates)
     if set(shares) != set(range(len(batches))):
         named = sorted(share for share in shares if share is not None)
-        return _problem(f"evaluation: only the losses of shares {named} are reported")
+        return _problem(f"evaluate() returned a loss only for data coordinates {named}")
     parameters = [
         trajectory.observed(step - 1, "after_update", "parameters").first()
         for trajectory in evidence.trajectories
@@ -116,7 +116,7 @@ def _full_state(evidence: Evidence) -> list[ComparisonRow]:
 
 
 def _some_refuse(ranks: Collection[int], what: str) -> list[ComparisonRow]:
-    return _problem(f"only ranks {sorted(ranks)} {what}; the others refuse") if ranks else []
+    return _problem(f"only ranks {sorted(ranks)} {what}; the other ranks refuse") if ranks else []
 
 
 def _problem(text: str) -> list[ComparisonRow]:

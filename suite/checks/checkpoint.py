@@ -104,9 +104,9 @@ def _not_defined(evidence: Figures) -> str:
         return "the scenario plans no checkpoint"
     if claims.oracle == "emulated":  # what one run loses the other loses
         same = is_same(case, who_loads(case))
-        return "" if same else "what it loses depends on the shape, which the reload changes"
+        return "" if same else "residuals depend on the mesh, which the reload changes"
     if claims.oracle != "plain" or claims.exactness not in ("bitwise", "reordered-sum"):
-        return f"declares {claims.exactness} numbers: two runs need not agree"
+        return f"declares exactness {claims.exactness}, so two runs may differ"
     return ""
 
 
@@ -230,7 +230,7 @@ def what_was_loaded(base: Evidence, other: Continued, rows: list[ComparisonRow])
     step, found = other.first_step - 1, []
     for kind in KINDS:
         if not base.has(step, "after_update"):
-            raise Differs(f"step {step}: 'after_update' was never observed")
+            raise Differs(f"step {step}: observe('after_update') was never called")
         load = _load(base, other, kind)
         told = load.saved.problems or load.held.problems
         found.append(sentence := "; ".join(told[:3]) or state.of_load(load))

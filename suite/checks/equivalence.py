@@ -207,8 +207,8 @@ def _nothing_wider(figures: Figures) -> str:
     widest = figures.workload.widest
     if judged_lane(figures) != "working_precision" or widest != figures.case.lowest_dtype:
         return ""
-    what = f"{figures.case.workload.name} has no form wider than {widest}"
-    return f"{what}: its errors have no reference; lane bitwise needs none"
+    what = f"{figures.case.workload.name} has no version in a wider dtype than {widest}"
+    return f"{what}, so its errors have no reference; use lane bitwise"
 
 
 def over_budget(figures: Figures) -> str:
@@ -250,10 +250,10 @@ def _compare(evidence: Evidence) -> Compare:
 def _replayed(evidence: Evidence, rows: Rows) -> None:
     """The reported history of updates leads to the final state of the system."""
     if evidence.oracle.problem:
-        raise Differs(f"the reported history of updates is impossible: {evidence.oracle.problem}")
+        raise Differs(f"the reported updates are impossible: {evidence.oracle.problem}")
     bound, behind = evidence.declaration.max_staleness, evidence.oracle.behind
     if bound is not None and behind is not None and behind > bound:
-        raise Differs(f"a gradient was {behind} steps behind, max_staleness allows {bound}")
+        raise Differs(f"a gradient was {behind} steps old, but max_staleness allows {bound}")
     several = len({event.worker for r in evidence.records for event in r.history}) > 1
     several = several and not evidence.case.options.get("dies")  # after whom one may be left
     if bound and not behind and several and len(evidence.steps) > 1:
@@ -384,7 +384,7 @@ def _check_names(
 
 def _must_be_observed(evidence: Evidence, step: int, point: str) -> None:
     if not evidence.has(step, point):
-        raise Differs(f"step {step}: the implementation never observed {point!r}")
+        raise Differs(f"step {step}: observe({point!r}) was never called")
 
 
 def _owner(state: Assembled, name: str) -> str:

@@ -55,8 +55,8 @@ def judge_end(
     elif unsaid := [words for words in fault.says if words not in reason]:
         wrong = f"expected a sentence that contains {unsaid[0]!r}"
     elif spoilt.idle_looks > most_looks:
-        late = f"at the watchdog's look {spoilt.idle_looks} at ranks that could not continue"
-        wrong = f"expected an end at most {most_looks} looks after the fault, not {late}"
+        late = f"{spoilt.idle_looks} in which ranks could not continue"
+        wrong = f"expected an end within {most_looks} looks of the watchdog, not {late}"
     if wrong:
         return Outcome("faults", "fail", f"{wrong}: {told}", figures=figures)
     return Outcome("faults", "pass", f"as expected, {told}", figures=figures)

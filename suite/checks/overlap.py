@@ -90,7 +90,7 @@ def decide(evidence: Figures) -> Outcome:
                 message = f"rank {record.rank}, step {step}: {problem}"
                 return Outcome("overlap", "fail", message, None, counts.to_dict())
     if not counts.reductions and unlearned:
-        message = "in every settled step ranks compute for the first time"
+        message = "in every step but the first, some rank computes for the first time"
         return Outcome("overlap", "precondition", message)
     if not counts.reductions:
         return Outcome("overlap", "fail", "no gradient reduction was logged in backward")

@@ -145,7 +145,7 @@ def _not_defined(evidence: Figures, relation: str) -> str:
     if claims.oracle == "emulated" and relation in ("world1", "reload", "same_as"):
         pass  # what one run loses the other loses, or the scenario says that nothing is lost
     elif claims.oracle != "plain" or claims.exactness not in ("bitwise", "reordered-sum"):
-        return f"declares {claims.exactness} numbers: two runs need not agree"
+        return f"declares exactness {claims.exactness}, so two runs may differ"
     if relation in REORDERED and case.dtype != "float64":
         return f"{relation} adds in another order: it is judged in float64"
     if relation in EXACT and case.optimizer.clip_norm is not None:
@@ -202,7 +202,7 @@ def _not_reloadable(case: Case) -> str:
     if case.steps < 2:
         return "one step has no middle"
     if not _is_ordered(case) and case.dtype != "float64":
-        where = "a fresh instance may lay its buckets out otherwise"
+        where = "a fresh instance may lay out its buckets in another way"
         return f"{case.backend} adds up in an order of its own, and {where}"
     if case.optimizer.scaler is not None:
         return "a loss scale is not a piece of local state"
@@ -247,7 +247,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         return [ComparisonRow(problem=kept)]
     for step in evidence.steps:
         if not evidence.has(step, "gradients_final"):
-            text = f"step {step}: 'gradients_final' was never observed"
+            text = f"step {step}: observe('gradients_final') was never called"
             return [*rows, ComparisonRow(problem=text)]
         for point, kind in moments:
             if evidence.has(step, point) and other.has(step, point):

@@ -44,7 +44,7 @@ def decide(figures: Figures) -> Outcome:
         truth = steps[step] if step >= 0 and steps else None
         if truth is not None and truth.parted and kind == "parameters":
             if not any(row.differs for copies in tensors.values() for row in copies.values()):
-                text = "replicas are equal, though ranks train alone and have not met"
+                text = "replicas are equal, though ranks trained alone and did not synchronize"
                 return Outcome("replicas", "fail", f"step {step} ({phase}): {text}")
             parted += 1
             continue
@@ -62,7 +62,9 @@ def decide(figures: Figures) -> Outcome:
                 wrong.setdefault(name, set()).update(row.owners)
                 if first_wrong is None:
                     worst = Worst(name, step, phase, f"replica {replica}", row.differs, 0.0)
-                    meets = ", where ranks that train alone meet" if truth and truth.met else ""
+                    meets = (
+                        ", where ranks that train alone synchronize" if truth and truth.met else ""
+                    )
                     where = f"at step {step} ({phase}{meets})"
                     count = f"{row.differs} of {math.prod(row.shape)} elements of {name!r}"
                     message = f"replicas {first} and {replica} differ in {count} {where}"

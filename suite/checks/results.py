@@ -39,7 +39,7 @@ _ENDS = re.compile(
     rf"{FINDING.pattern}|pre-clip|differs: |'[^']+' at step|step \d+[,:]|rank \d+, step"
 )
 #: What was done with what was saved is what was found.
-_FOUND = re.compile(r"after the load|full_state|.*not loaded|evaluation")
+_FOUND = re.compile(r"after the load|full_state|.*not loaded|evaluat(?:ion|e\(\))")
 _PLACE = re.compile(
     r"only .+ (?:is|are) wrong|every tensor up to |only the loss of "
     r"|step \d+ is the first|only ranks? .+ differs|that state is wrong|(?:they|these) are wrong"

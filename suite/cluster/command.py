@@ -84,9 +84,9 @@ def run(
     given = head.meant(in_head.run, words).params
     if given["resume"] or given["rerun_failed"]:
         if wanted.results is None:
-            raise SelectionError(Problem("no run to resume is named", "add --results", "--resume"))
+            raise SelectionError(Problem("no run is given", "add --results FOLDER", "--resume"))
         if fault:
-            what = "a resumed run keeps its cases, without a new fault"
+            what = "a resumed run cannot have a new fault"
             raise SelectionError(
                 Problem(what, "leave out --fault or --resume", "--fault with --resume")
             )

@@ -70,7 +70,7 @@ class Plan:
         """
         text = text or str(self)
         if self.node >= nodes:
-            raise _problem(f"there is no node {self.node}", f"valid: node=0 to {nodes - 1}", text)
+            raise _problem(f"node {self.node} is unknown", f"valid: node=0 to {nodes - 1}", text)
         rank = self.node * ranks_per_node
         there = [c for c in cases if not c.skip and _on_nodes(c) and c.world > rank]
         if self.case > len(there):

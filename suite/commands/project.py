@@ -70,7 +70,10 @@ def _unknown(command: Any, table: Mapping[str, Any], file: str, name: str) -> It
             yield from _unknown(commands[key], value, file, f"{name}.{key}")
         elif key in _TYPED:
             yield Problem(
-                f"[{name}]: this option has no default", "give it on the command line", key, file
+                f"[{name}]: this option cannot be set here",
+                "give it on the command line",
+                key,
+                file,
             )
         elif key not in known or isinstance(value, Mapping):
             valid = (*known, *commands)

@@ -189,7 +189,7 @@ def prove(
     on = [USUAL] if backends is None else _several(backends)
     cases = expanded(along, on)
     if not cases:
-        raise SelectionError(Problem("there are no cases", "name a world, a backend and a lane"))
+        raise SelectionError(Problem("no case is left", "give a world, a backend and a lane"))
     if depth not in ("", "family", "layout"):
         raise SelectionError(Problem("unknown depth", "write 'family' or 'layout'", repr(depth)))
     if type(jobs) is not int or jobs < 1:
@@ -360,7 +360,7 @@ def _trained_by(
         if settings is not None:
             remedy = "pass a function of your own to optimizer=, or leave settings= out"
             raise SelectionError(
-                Problem("settings= belongs to an optimizer that is a function", remedy)
+                Problem("settings= has no effect without a function as optimizer=", remedy)
             )
         return optimizer
     _is_ones_own(optimizer, implementation)

@@ -118,5 +118,5 @@ def schema(
     models |= {name: kind.model for name, kind in file_kinds().items()}
     if shape not in models:
         remedy = nearest(shape, models, "shapes")
-        raise SelectionError(Problem("unknown shape of file", remedy, shape))
+        raise SelectionError(Problem("unknown kind of file", remedy, shape))
     echo(json.dumps(json_schema(models[shape](), shape), indent=2), raw=True)

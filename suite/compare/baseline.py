@@ -171,7 +171,7 @@ def joined(snapshots: Sequence[Snapshot]) -> Snapshot:
     for what, of, each in (("machines", machines, "machine"), ("versions", versions, "version")):
         if len(of) > 1:
             named, remedy = " and ".join(list(of)[:2]), f"save one baseline for each {each}"
-            raise SelectionError(Problem(f"--save: the runs are of two {what}", remedy, named))
+            raise SelectionError(Problem(f"--save: the runs have different {what}", remedy, named))
     return replace(
         first,
         taken=max(s.taken for s in snapshots),

@@ -180,7 +180,7 @@ def apart(old: Entry, new: Entry) -> str:
     if release(old.version) != release(new.version):
         return f"torch {old.version.torch}, now {new.version.torch}"
     if old.cell != new.cell:
-        return f"a different case of this id: {exact_figures.first_difference(old.cell, new.cell)}"
+        return f"another case had this id: {exact_figures.first_difference(old.cell, new.cell)}"
     if old.data and new.data and old.data != new.data:
         return "different data sets, by their digests"
     return ""

@@ -142,7 +142,7 @@ class DDP(Single):
     def why_not_measured(self) -> str:
         """A bucket with no used parameter holds no gradients; no formula says which ones."""
         idle = [t.name for t in self.facts.trainable if not t.always_used]
-        return f"{idle[0]!r} is not always used: no formula gives bucket bytes" if idle else ""
+        return f"{idle[0]!r} is not always used, so buckets vary" if idle else ""
 
     def gradient_bytes(self, rank: int, step: int) -> int:
         """Gradients are views of the buckets, which hold every trained tensor."""

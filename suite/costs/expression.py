@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof import axes, strategies
 from shardproof.costs import CostModel, cost_model_class, memory_ratio
+from shardproof.costs.context import Exchange
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, model_facts_of
 from shardproof.errors import nearest, shorten
 
@@ -77,13 +78,24 @@ class CaseFacts(dict[str, Number]):
 
     def routed_as(self, steps: Iterable[Iterable[Mapping[str, Any]]]) -> CaseFacts:
         """The same with the routing of the oracle: by step and data coordinate, layer -> tensor of
-        pairs by expert.
+        choices by micro-batch, position and expert.
         """
+        facts = self.model_facts
+        exchange = Exchange(
+            facts, cut=(facts.option("context", None) or facts.options).get("cut", "")
+        )
+
+        def counted(place: int, choices: Any) -> tuple[int, ...]:
+            lengths = (choices[:, :, 0] >= 0).sum(1).tolist()
+            own = [m[exchange.held(place, n)].sum(0) for m, n in zip(choices, lengths, strict=True)]
+            return (*sum(own).tolist(),)
+
+        ranks = range(exchange.ranks)
         routed = tuple(
-            tuple({name: (*counts.tolist(),) for name, counts in own.items()} for own in step)
+            tuple({n: counted(r, t) for n, t in own.items()} for own in step for r in ranks)
             for step in steps
         )
-        return CaseFacts(self, replace(self.model_facts, routed=routed))
+        return CaseFacts(self, replace(facts, routed=routed))
 
 
 #: Characters of an expression, which bound its depth as well.

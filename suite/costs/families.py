@@ -128,12 +128,14 @@ class Family:
         size, total, largest = facts.size(axis), sum(of), max(of, default=0)
         if total and min(counts.values()) >= total:
             return (
-                f"nothing is sharded on any rank: each holds all {total:,} elements of the {kind}, "
-                f"{self.name} cuts them over {size} ranks of the axis {axis!r}"
+                f"nothing is sharded on any rank: each holds all {total:,} elements of the "
+                f"{kind}, but {self.name} cuts them over {size} ranks of the axis {axis!r}"
             )
         rank, most = max(counts.items(), key=lambda item: item[1])
         if total > largest and most >= total:
-            return f"rank {rank} holds all {total:,} elements of the {kind}, {self.name} cuts them"
+            return (
+                f"rank {rank} holds all {total:,} elements of the {kind}, but {self.name} cuts them"
+            )
         # A tensor may lie whole on one rank, however many elements it has.
         limit = max(int(balance * total / size), largest)
         if self.is_balanced and most > limit:

@@ -12,11 +12,12 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from shardproof import strategies
+from shardproof import axes, strategies
 from shardproof.axes import cutting
 from shardproof.costs import cost_model_class
 from shardproof.costs.context import Exchange
 from shardproof.costs.ddp import Single
+from shardproof.costs.expert import ExpertParallel, folded
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.model import Bound, CostModel, Flow, Local, NoCostModel, flow
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
@@ -28,6 +29,8 @@ from shardproof.costs.zero import Zero3
 
 #: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
 _SCALARS = 64
+#: Options of units that are gathered when a step begins and reduced when it ends, all in one.
+_ONCE = {"accumulate_without_communication": True, "reshard_after_forward": False}
 
 
 def _added(name: str) -> Callable[..., dict[str, int]]:
@@ -70,6 +73,8 @@ class Hybrid(CostModel):
         self.has_data = bool(facts.data_axes)
         self.data = str(facts.option("data", "ddp")) if self.has_data else Single.strategy
         self.is_cut = facts.parts("layers") > 1
+        #: Experts, on the mesh of those that data ranks divide.
+        self.dispatch = ExpertParallel(replace(facts, axes=folded(facts)))
         #                 tensor 0   tensor 1
         #   pipe rank 0      a          b       the data ranks of one cell share its list of models:
         #   pipe rank 1      c          d       one a stage, and one a tensor tied over stages
@@ -86,19 +91,37 @@ class Hybrid(CostModel):
         ``pipe``.
         """
         if not self.is_cut:
-            return [self.model(self.facts.parameters, self.facts.buffers, tensor)]
+            return self.both(self.facts.parameters, self.facts.buffers, tensor)
         held = [t for t in self.facts.parameters if pipe in self.stages.ranks(t)]
         tied = [t for t in held if self.has_tied([t])]
         models = []
         for stage in self.stages.of(pipe):
             own = [t for t in held if t not in tied and self.stages.homes(t) == [stage]]
             buffers = [b for b in self.facts.buffers if self.stages.homes(b) == [stage]]
-            models.append(self.model(own, buffers, tensor))
+            models += self.both(own, buffers, tensor)
         return models + [self.model([t], [], tensor) for t in tied]
 
     def has_tied(self, tensors: Iterable[TensorFacts]) -> bool:
         """Whether one of ``tensors`` has a home on more than one stage."""
         return self.is_cut and any(len(self.stages.homes(tensor)) > 1 for tensor in tensors)
+
+    def both(
+        self, parameters: Sequence[TensorFacts], buffers: Sequence[TensorFacts], tensor: int
+    ) -> list[CostModel]:
+        """The models of these tensors; that of experts which data ranks divide by itself."""
+        is_folded = bool(self.facts.option("experts", None))
+        stacks = [t for t in parameters if is_folded and self.dispatch.is_expert(t)]
+        found = [self.model([t for t in parameters if t not in stacks], buffers, tensor)]
+        if stacks:
+            facts, mesh = self.model(stacks, [], tensor).facts, self.dispatch.facts.axes
+            along = {n: mesh[n] for n in axes.summing(mesh, axes.EXPERT)}
+            # Under another name: to their strategy the ranks that divide experts are no group.
+            along["divided"] = self.dispatch.ranks
+            own = tuple(replace(t, shape=(self.dispatch.elements(t),)) for t in stacks)
+            facts = replace(facts, axes=along, options=_ONCE, units=(), modules={"": ""})
+            strategy = cost_model_class(self.facts.option("experts", {}).get("data", "ddp"))
+            found.append(strategy(replace(facts, parameters=own)))
+        return found
 
     def model(
         self, parameters: Sequence[TensorFacts], buffers: Sequence[TensorFacts], tensor: int
@@ -119,8 +142,7 @@ class Hybrid(CostModel):
         if self.is_cut and issubclass(strategy, Zero3):
             strategy = FSDP  # gathered when a step begins, reduced when it ends, all in one
             facts = replace(facts, units=(), modules={"": ""}, calls={})
-            kept = {"accumulate_without_communication": True, "reshard_after_forward": False}
-            options = {**options, **kept}
+            options = {**options, **_ONCE}
         rounds = facts.micro_batches
         inner = replace(
             facts,
@@ -164,9 +186,28 @@ class Hybrid(CostModel):
             *flows,
             *self.layers.flows(),
             *self.exchange.flows(),
+            *self.dispatched(),
             *(exchanged([*self.messages(), *self.tied_messages()]) if self.is_cut else ()),
             *(one for axis in facts.axes for one in flow(facts, axis, "all_reduce", norm)),
         ]
+
+    def dispatched(self) -> list[Flow]:
+        """Rows of tokens, each rank's own: of its stages' layers, and from every tensor rank."""
+        facts, dispatch = self.facts, self.dispatch
+        if dispatch.ranks == 1:
+            return []
+
+        def holds(rank: int, layer: str) -> bool:
+            at = facts.place(rank, cutting("layers"))
+            return not self.is_cut or at in self.stages.ranks(dispatch.layers[layer])
+
+        divided = {name: n // dispatch.facts.axes[name] for name, n in facts.data_axes.items()}
+        return [replace(dispatch.exchanged(holds), axis=axes.joined(divided, divided))]
+
+    def metadata_bytes(self) -> int:
+        """Choices of routers, and counts of rows of the layers, each of which has one stage."""
+        counts = self.dispatch.metadata_bytes() // self.facts.parts("layers")
+        return self.exchange.metadata_bytes() + counts
 
     def messages(self) -> Iterator[StageMessage]:
         """Every message between stages; of a split sequence each rank has a part."""

@@ -40,7 +40,7 @@ class LocalSGD(Single):
     def why_not_measured(self) -> str:
         """Which ranks have gradients of a parameter that goes unused no formula says."""
         idle = [t.name for t in self.facts.trainable if not t.in_every_backward]
-        why = "is not always used: no formula says which ranks hold its state"
+        why = "is not used in every step, so no formula says which ranks hold its state"
         return f"{idle[0]!r} {why}" if idle else ""
 
     why_state_is_not_promised = why_not_measured
@@ -159,7 +159,7 @@ class ParameterServer(Single):
             others = range(1, self.workers)
             return [(0, step), *((w, step - bound + n) for w in others for n in range(bound + 1))]
         raise NoCostModel(
-            f"with order = {order!r} no formula says which step applies which updates"
+            f"no traffic formula for order = {order!r}: its updates have no fixed order"
         )
 
     def flows(self) -> list[Flow]:
@@ -167,7 +167,7 @@ class ParameterServer(Single):
         trained, step = self.facts.trainable, self.facts.step
         kinds = {tensor.dtype for tensor in trained}
         if len(kinds) > 1:
-            raise NoCostModel(f"no formula covers messages with parameters of {len(kinds)} dtypes")
+            raise NoCostModel(f"no traffic formula for parameters of {len(kinds)} dtypes")
         item = ITEMSIZE[next(iter(kinds))]
         # A flag for each parameter and a version for each server travel as floats with the values.
         message = item * (sum(t.numel for t in trained) + len(trained) + self.servers)
@@ -192,9 +192,9 @@ class ParameterServer(Single):
         """Which worker used a parameter by then no formula says."""
         idle = [t.name for t in self.facts.trainable if not t.in_every_backward]
         if idle:
-            return f"{idle[0]!r} is not always used: no formula says when its state exists"
+            return f"{idle[0]!r} is not always used: the start of its state is unknown"
         if 0 in self.facts.micro_batches:
-            return "there are more ranks than samples: no formula says when state exists"
+            return "some ranks have no samples, so no formula says when their state exists"
         try:
             self.states(self.facts.steps - 1)
         except NoCostModel as error:

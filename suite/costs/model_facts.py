@@ -113,8 +113,9 @@ class ModelFacts(Stored):
     ``terms``: bytes of the statistics of each loss term that spans the global batch.
     ``completed``: trained parameters in the order in which backward completes their gradients
     (empty: the reverse of their registration).
-    ``routed``: by step and data coordinate how many pairs of a token and an expert each expert of
-    a layer carried out in the oracle; empty: it has no such layer, or no numbers.
+    ``routed``: by step and data coordinate, and by part of the positions where ranks cut them, how
+    many choices each expert of a layer carried out in the oracle; empty: there is no such layer, or
+    there are no numbers.
     """
 
     axes: Mapping[str, int]
@@ -374,11 +375,12 @@ def _inputs(case: Case, workload: Workload) -> tuple[tuple[Windows, ...], ...]:
 
 def _noted(case: Case, workload: Workload) -> int:
     """Most bytes by which a model may know documents and positions between steps."""
-    if "packed" not in workload.traits and axes.parts(case.mesh, "positions") == 1:
+    packed, cut = "packed" in workload.traits, axes.parts(case.mesh, "positions") > 1
+    if not packed and not cut:
         return 0
     shapes = (s for step in _inputs(case, workload) for share in step for w in share for s in w)
-    # Where each document begins, and once the positions of this rank and of every rank.
-    return max(8 * (shape[0] + 2) * shape[-1] for shape in shapes)
+    # Where the document of each position begins, and once the positions of all ranks.
+    return max(8 * (shape[0] * packed + cut) * shape[-1] for shape in shapes)
 
 
 def _calls(module: nn.Module) -> Mapping[str, int]:

@@ -43,6 +43,11 @@ class TensorParallel(CostModel):
         is_cross_entropy = facts.label_smoothing is not None
         self.is_loss = bool(facts.option("loss_parallel", is_cross_entropy))
 
+    @property
+    def splits_head(self) -> bool:
+        """Whether the last layer gives each rank some of the classes."""
+        return "classes" in self.facts.roles.values()
+
     def heads(self, layer: str) -> tuple[int, int]:
         """Query and key/value heads of the attention that ``layer`` belongs to."""
         return self.facts.heads[layer.rpartition(".")[0]]
@@ -97,7 +102,9 @@ class TensorParallel(CostModel):
         """The embedding of positions."""
         found = [t for t in self.facts.parameters if self.facts.role(t) == "positions"]
         if not found:
-            raise NoCostModel("no parameter has the role 'positions', from which the width is read")
+            raise NoCostModel(
+                "no parameter has the role 'positions', so the width of the model is unknown"
+            )
         return found[0]
 
     @property
@@ -122,8 +129,8 @@ class TensorParallel(CostModel):
         hidden = [n * self.padded(length) * width * item for n, length in self.shapes]
         #   forward    x --> column --> row --[sum]--> y      the row's output is a partial sum,
         #   backward   dx <--[sum]-- column <-- row <-- dy    and so is dx, the input's gradient
-        # One more of each: what leaves the embedding, what enters the head.
-        into, out = columns + 1, rows + 1
+        # One more of each: what leaves the embedding, what enters a head that is split.
+        into, out = columns + self.splits_head, rows + 1
         calls: list[tuple[Operation, int]]
         if self.is_sequence:
             gathers = into + out + (columns if again else 0) + self.gathered_twice()
@@ -149,6 +156,8 @@ class TensorParallel(CostModel):
 
     def outputs(self) -> list[Flow]:
         """Numbers a target in the dtype of its weight, or whole logits."""
+        if not self.splits_head:
+            return []
         item = ITEMSIZE[self.table.dtype]
         if self.is_loss:
             # The split loss works in fp32 at least, whatever the logits are in.
@@ -178,9 +187,7 @@ class TensorParallel(CostModel):
             return model.flow(facts, "tensor", "all_reduce", [sum(n for _, n in terms)])
         idle = next((t.name for t, _ in terms if not t.in_every_backward), None)
         if idle is not None:
-            raise model.NoCostModel(
-                f"{idle!r} is not used in every step: no formula gives its bytes"
-            )
+            raise model.NoCostModel(f"no traffic formula: {idle!r} is not used in every step")
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
 
     def norms(self) -> list[Flow]:

@@ -257,7 +257,7 @@ class Zero3(CostModel):
         """(N-1) (m G + 2 m P) bytes: each round gathers a unit twice and reduces it once."""
         facts, reduced = self.facts, self.reduced
         for name in self.uncalled:
-            text = f"not every micro-batch calls the unit {name!r}: no formula gives the traffic"
+            text = f"no traffic formula: unit {name!r} is not called by every micro-batch"
             raise model.NoCostModel(text)
         called = (unit for unit in self.units if facts.called(unit.name))
         return [

@@ -145,7 +145,7 @@ def estimate(
     again: str | int = int(recompute) if recompute.isdecimal() else recompute
     if again not in ("none", "selective") and not (isinstance(again, int) and again > 0):
         remedy = nearest(recompute, ("none", "selective"), "a number of layers, or")
-        raise SelectionError(Problem("unknown --recompute", remedy, recompute))
+        raise SelectionError(Problem("unknown value of --recompute", remedy, recompute))
     options = _assigned(option, "--option", "offload=optimizer")
     if isinstance(again, int):
         options["recompute_every"] = again

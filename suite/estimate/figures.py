@@ -242,7 +242,7 @@ def _by_stage(
     stages, form = stages_of(facts), FORMS.get(schedule_name(facts.options) or "")
     if form is None:
         remedy = nearest(str(facts.options.get("schedule")), FORMS, "schedules")
-        raise SelectionError(Problem("there is no closed form of this schedule", remedy))
+        raise SelectionError(Problem("no memory formula for this schedule", remedy))
     window = Window(ranks, facts.rounds, len(stages.place) // ranks)
     for rank in range(ranks):
         held, own = form.held(window, rank), stages.of(rank)

@@ -41,7 +41,7 @@ def strategy_of(implementation: str, options: Mapping[str, Any] | None = None) -
             remedy = f"did you mean reference/{name}?"
         if implementation in registry.names():
             remedy = f"choose a system that has some, e.g. {strategies.REPLICATION}"
-        raise SelectionError(Problem("no formulas are known", remedy, implementation))
+        raise SelectionError(Problem("this system has no formulas", remedy, implementation))
     asked = implementation if name != implementation else f"reference/{name}"
     if options and (name != implementation or asked in registry.names()):
         try:
@@ -152,7 +152,7 @@ def facts_of_module(
     if facts.parts("widths") == 1:
         return facts
     if not {*roles.values()} & {"column", "row", "heads", "embedding", "classes"}:
-        what = f"no layer of {type(model).__name__} is known as one that ranks can share"
+        what = f"{type(model).__name__} has no layer that the suite can split"
         remedy = "give roles={'NAME': 'column', ...}, as those of shardproof.OwnWorkload"
         raise SelectionError(Problem(what, remedy))
     try:
@@ -183,7 +183,7 @@ def _described(
         raise SelectionError(Problem(what, f"convert it to one of: {', '.join(ITEMSIZE)}"))
     if not named:
         what = f"{type(model).__name__} has no parameters"
-        raise SelectionError(Problem(what, "give a module with layers that hold some"))
+        raise SelectionError(Problem(what, "give a module that has parameters"))
     own = OwnWorkload(lambda: model, _nothing, _nothing, units=units, roles=roles)
     own.name = type(model).__name__
     try:

@@ -100,17 +100,17 @@ def _merge(pieces: list[tuple[int, Piece]], first: Tensor | None) -> Tensor:
         return pieces[0][1].tensor
     shapes = {rank: tuple(piece.global_shape) for rank, piece in pieces}
     if any(tuple(piece.global_shape) != shape for _, piece in pieces):
-        raise _Unsound(f"ranks disagree on the global shape: {shapes}")
+        raise _Unsound(f"ranks report different global shapes: {shapes}")
     full = torch.zeros(shape, dtype=pieces[0][1].tensor.dtype)
     count = torch.zeros(shape, dtype=torch.int16)
     for rank, piece in pieces:
         expected, is_inside = _region(piece, shape)
         if not is_inside:
-            raise _Unsound(f"rank {rank} claims {expected}, outside shape {shape}")
+            raise _Unsound(f"rank {rank} reports {expected}, outside shape {shape}")
         target, tally = part(piece, full), part(piece, count)
         held, due = tuple(piece.tensor.shape), tuple(target.shape)
         if held != due:
-            raise _Unsound(f"rank {rank} holds shape {held} of {expected}; its shape must be {due}")
+            raise _Unsound(f"rank {rank}: piece {expected} has shape {due}, its tensor {held}")
         target.copy_(piece.tensor)
         tally.add_(1)
     if first is not None and any(piece.incomplete for _, piece in pieces):
@@ -258,14 +258,14 @@ class Figures(ABC):
             if not abs(known - loss) <= bound * abs(known if truth is None else truth):
                 of = f"data coordinate {share}" + f", {along} {place}" * (along in self.case.mesh)
                 raise ValueError(
-                    f"ranks of {of} disagree on its loss: {known!r} and, on rank {rank}, {loss!r}"
+                    f"ranks report different losses for {of}: {known!r}, rank {rank} {loss!r}"
                 )
         shares: dict[int | None, float] = {}
         for (share, _), loss in parts.items():
             shares[share] = shares.get(share, 0.0) + loss
         every = itertools.product(shares, range(cut_into(self.case.mesh, "positions")))
         if missing := sorted(f"{share}, {along} {at}" for share, at in {*every} - {*parts}):
-            raise ValueError(f"no rank reported the loss of data coordinate {missing[0]}")
+            raise ValueError(f"no rank reported a loss for data coordinate {missing[0]}")
         return shares
 
     def to_dict(self) -> dict[str, Any]:

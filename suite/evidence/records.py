@@ -87,6 +87,7 @@ class StepRecord(Stored):
     generators after the step, by name, and the ids of its samples, in cases that save; these also
     where members change.  ``attempt``: of a step that a member died in, how it ended on this rank
     before it was taken again: ``died``, ``stopped``, ``committed``, or ``lived`` (it was to die).
+    ``attended``: floating-point operations of attention, where ranks share positions.
     """
 
     step: int
@@ -105,6 +106,7 @@ class StepRecord(Stored):
     draws: Mapping[str, str] = field(default_factory=dict)
     samples: Sequence[int] = ()
     attempt: str = ""
+    attended: int = 0
 
     @property
     def skipped(self) -> bool:
@@ -379,7 +381,7 @@ class OracleFacts(SparselyStored):
             norms = ((phase, *one) for phase, own in step.norms.items() for one in own.items())
             for phase, name, _ in (each for each in norms if not math.isfinite(each[2])):
                 place = f"{name!r} at step {number} ({phase})"
-                what = f"{place} is not finite, so nothing can differ from it"
+                what = f"{place} is not finite"
                 return f"the oracle itself diverges: {what}"
             if not math.isfinite(step.loss) and not step.skipped:
                 return f"the oracle itself diverges: its loss at step {number} is {step.loss}"

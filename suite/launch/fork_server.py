@@ -263,7 +263,7 @@ class ForkServer:
         self._watched.look()
         who = f"the fork server (process {self.pid})"
         if self._watched.stopped >= process_control.STOPPED_LOOKS:
-            raise ForkServerError(f"{who} was stopped by a signal, and nothing continued it")
+            raise ForkServerError(f"{who} was stopped by a signal and never continued")
         if not self._ready and self._watched.idle >= IDLE_LOOKS:
             what = f"{who} was idle for {IDLE_LOOKS} s before it was ready"
             raise ForkServerError(f"{what}: {self._output() or 'it printed nothing'}")

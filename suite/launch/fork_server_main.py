@@ -224,7 +224,7 @@ class _Server:
         for leader in self._leaders.values():
             leader.watched.look()
             if leader.watched.stopped >= process_control.STOPPED_LOOKS:
-                leader.why = "it was stopped by a signal, and nothing continued it"
+                leader.why = "it was stopped by a signal and never continued"
                 process_control.kill_group(leader.pid)
 
     def _collect(self) -> None:

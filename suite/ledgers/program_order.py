@@ -98,6 +98,8 @@ class RankLog:
         self._stage: Phase = "forward"
         self._between: Phase = "setup"
         self._step = -1
+        #: Units that compute, each inside the one before.
+        self._inside: list[str] = []
         #: Forwards of the step by stage and micro-batch.
         self._seen: Counter[tuple[int, int]] = Counter()
         #: Called when a phase may have begun.
@@ -128,10 +130,20 @@ class RankLog:
         """Unit ``name`` begins to compute; a forward inside backward is a recomputation."""
         recompute = kind == "forward" and inside_backward()
         self.note("recompute" if recompute else kind, name)
+        self._inside = [*self._inside, name] if kind == "forward" else [name]
         self.units += 1
         if self._stage != "update":
             self._stage = "backward" if recompute else kind
         self._tell()
+
+    def unit_ended(self) -> None:
+        """The forward of the innermost unit has ended."""
+        self._inside = self._inside[:-1]
+
+    @property
+    def layer(self) -> str:
+        """The unit that computes (empty: none, or the whole model outside of its units)."""
+        return self._inside[-1] if self._inside and self.phase in ("forward", "backward") else ""
 
     def _tell(self) -> None:
         if self.listener is not None:
@@ -152,7 +164,7 @@ class RankLog:
     def step(self, number: int) -> Iterator[None]:
         """Optimizer step ``number`` runs inside."""
         self.note("step", str(number))
-        self._in_step, self._stage, self._step = True, "forward", number
+        self._in_step, self._stage, self._step, self._inside = True, "forward", number, []
         self._seen.clear()
         try:
             self._tell()
@@ -238,7 +250,9 @@ def _forward_ended(
     Not on what is only handed on: an input, unless it was changed in place.  Hooks after ours may
     have exchanged inputs; those count as handed on.
     """
-    if current() is None or not torch.is_grad_enabled():
+    if (log := current()) is not None:
+        log.unit_ended()
+    if log is None or not torch.is_grad_enabled():
         return
     given = {id(tensor) for tensor in nested_tensors((inputs, named))}
     versions = {key: version for key, (_, version) in before.items()}

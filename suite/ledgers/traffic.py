@@ -123,7 +123,7 @@ def share_sent(operation: str, size: int, rank: int, root: int | None, payload: 
         return Fraction(payload if rank != root else 0)
     if operation in ("recv", "barrier"):
         return Fraction(0)
-    raise ValueError(f"there is no traffic model for {operation!r}")
+    raise ValueError(f"no traffic model for {operation!r}")
 
 
 #: The ledger of the calling rank (``None`` with ledgers off); ``install`` sets it for the calling

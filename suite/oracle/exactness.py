@@ -31,7 +31,7 @@ MANTISSA = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 _UNBOUNDED = 10_000
 
 _PRODUCTS = {"mul", "mul_", "mm", "bmm", "addmm"}
-_SUMS = {"sum", "embedding_dense_backward", "scatter_add", "scatter_add_", "neg"}
+_SUMS = {*("sum", "embedding_dense_backward", "scatter_add", "scatter_add_", "neg", "index_put")}
 _ADDITIONS = {"add", "add_", "sub", "sub_", "rsub"}
 _SELECTIONS = {
     *("clamp", "trunc", "floor", "relu", "hardtanh", "hardtanh_backward", "threshold_backward"),

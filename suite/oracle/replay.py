@@ -76,7 +76,7 @@ def replay(
     count = Counter(name for keys in histories for name in keys or models.named)
     odd = [n for n in {**models.named, **count} if count[n] != 1 or n not in models.named]
     if histories and odd:
-        raise ValueError(f"{odd[0]!r} has {count[odd[0]]} owners among the servers, not 1")
+        raise ValueError(f"parameter {odd[0]!r} is updated by {count[odd[0]]} servers, expected 1")
     owners = [
         _Owner(spec, {n: models.named[n] for n in keys or models.named}, updates, by_worker)
         for keys, updates in histories.items()
@@ -95,7 +95,7 @@ def replay(
                 versions.append(models.snapshot())
                 moved = True
         if not moved:
-            raise ValueError("servers wait for each other: no server can make its next version")
+            raise ValueError("deadlock: every server waits for a version of another server")
     return versions
 
 
@@ -121,7 +121,7 @@ class _Models:
         for owner in owners:
             if (version := owner.reads.get((worker, step))) is None:
                 raise ValueError(
-                    f"worker {worker} sent gradients of step {step} to some servers only"
+                    f"worker {worker} sent its gradients of step {step} to only some of the servers"
                 )
             if version >= len(owner.versions):
                 return None
@@ -152,12 +152,12 @@ def _histories(
         joins = place and event.order == place - 1 and event.step == updates[-1][0].step
         is_possible = 0 <= event.version <= event.order and 0 <= event.worker < shares
         if not is_possible or not is_new or not (event.order == place or joins):
-            raise ValueError(f"update {min(event.order, place)} cannot have happened: {event}")
+            raise ValueError(f"reported update {min(event.order, place)} is impossible: {event}")
         if event.order == place:
             updates.append([])
         updates[-1].append(event)
         if by_worker and len(updates[-1]) > 1:
-            raise ValueError(f"update {event.order} mixes workers, each of which has its own state")
+            raise ValueError(f"update {event.order} combines workers, but each has its own state")
     return histories
 
 
@@ -199,12 +199,12 @@ def truth(
     """
     servers = {event.keys for event in events} or {()}
     if len(events) != sum(fed) * len(servers):
-        text = f"{len(events)} updates are reported, {sum(fed) * len(servers)} batches were fed"
+        text = f"the system reported {len(events)} updates, expected {sum(fed) * len(servers)}"
         return Truth(problem=text, updates=len(events))
     told = {(event.worker, event.step) for event in events}
     due = ((worker, step) for worker, steps in enumerate(fed) for step in range(steps))
     for worker, step in (each for each in due if each not in told):
-        text = f"no update by the gradient of worker {worker} in step {step} is reported"
+        text = f"no reported update uses the gradient of worker {worker} in step {step}"
         return Truth(problem=text, updates=len(events))
     try:
         versions = replay(workload, spec, len(fed), events, by_worker)

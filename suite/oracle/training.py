@@ -27,6 +27,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import pad_sequence
 
 from shardproof import tensor_bytes
 from shardproof.case import Case
@@ -55,6 +56,8 @@ Tensors = dict[str, Tensor]
 Precision = Mapping[str, str]
 #: From a step's number and its gradients per coordinate, in order, to the gradient that is applied.
 Fold = Callable[[int, Sequence[Tensors]], Tensors]
+#: A change of a model before it runs; ``None``: none.
+Change = Callable[[nn.Module], None] | None
 
 
 class NotJoined(ValueError):
@@ -198,8 +201,8 @@ class _Training:
         if self.draws[0]:
             if rule == "synced":
                 raise NotJoined(
-                    "synced buffers need a reference run in one process, but the dropout masks of "
-                    "ranks differ"
+                    "buffers = 'synced' needs a reference run in one process, but the dropout "
+                    "masks of ranks differ"
                 )
             builds = (workload.build_for(0, number) for number, _ in enumerate(self.ranks))
             self.draws = [read_draws(build("meta")) for build in builds]
@@ -244,7 +247,8 @@ class _Training:
             return [[] for _ in batches]
         if self.rule == "synced":
             raise NotJoined(
-                "synced buffers need a reference run in one process, but the loss has terms"
+                "buffers = 'synced' needs a reference run in one process, but the loss has loss "
+                "terms"
             )
         parts = []
         for number, batch in enumerate(batches):
@@ -350,7 +354,8 @@ class Device:
             for name, buffer in owner.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(owner, name, buffer.to(self.dtypes["buffers"]))
-        #: Layer -> pairs that each expert carried out in the micro-batches of one coordinate.
+        #: Layer -> choices that each expert carried out, by micro-batch of one coordinate and by
+        #: position; -1 behind the last one of a shorter micro-batch.
         self.routed: Tensors = {}
         #: Names in the order in which backwards were done with them; the last one counts.
         self.done: dict[str, None] = {}
@@ -383,10 +388,11 @@ class Device:
         total = sum(pull.share for pull in pulled)
         gradients: list[Tensors] = [] if apart else [{}]
         self.routed = {}
+        layers = mixture.mixtures(self.module)
+        for layer in layers.values():
+            layer.carried_out = []
         for micro in batch.micro_batches:
             outputs = self.forward(micro.inputs)
-            for name, counts in mixture.carried_out(self.module).items():
-                self.routed[name] = self.routed.get(name, 0) + counts
             loss = self.loss(outputs, micro)
             pulling = [(p.slope * p.term.statistics(outputs, micro)).sum() for p in pulled]
             (sum(pulling, loss) * self.scale).backward()
@@ -395,6 +401,11 @@ class Device:
                 gradients.append(self.take_gradients({}))
             elif "reduce" in self.dtypes:
                 gradients = [self.take_gradients(gradients[0])]
+        samples = [len(micro.inputs) for micro in batch.micro_batches]
+        for name, layer in layers.items() if samples else ():
+            chosen = zip(layer.carried_out or (), samples, strict=True)
+            own = [tokens.unflatten(0, (count, -1)).sum(0) for tokens, count in chosen]
+            self.routed[name] = pad_sequence(own, batch_first=True, padding_value=-1)
         return [total], gradients if apart else [self.take_gradients(gradients[0])]
 
     def take_gradients(self, before: Tensors) -> Tensors:
@@ -508,7 +519,7 @@ def _joint(
     """The ``synced`` rule: micro-batches of equal index run as one; updates ``buffers``."""
     counts = [len(batch.micro_batches) for batch in batches]
     if len(set(counts)) > 1:
-        raise NotJoined(f"synced buffers need equal numbers of micro-batches, not {counts}")
+        raise NotJoined(f"buffers = 'synced' needs equal numbers of micro-batches, not {counts}")
     losses = [0.0] * len(batches)
     for parts in zip(*(batch.micro_batches for batch in batches), strict=True):
         outputs = device.forward(torch.cat([micro.inputs for micro in parts]))
@@ -520,11 +531,15 @@ def _joint(
     return losses, [device.take_gradients({})]
 
 
-def _device(workload: Workload, precision: Precision, training_mode: bool = True) -> Device:
-    """A device without an optimizer, whose model is to be given a state."""
+def _device(
+    workload: Workload, precision: Precision, training_mode: bool = True, change: Change = None
+) -> Device:
+    """A device without an optimizer, whose model, after a ``change``, is to be given a state."""
     build = workload.build_for(0)
     module = build()
     module.train(training_mode)
+    if change is not None:
+        change(module)
     return Device(module, build.loss, precision, None)
 
 
@@ -532,15 +547,13 @@ def evaluator(
     workload: Workload,
     precision: Precision = MappingProxyType({}),
     training_mode: bool = False,
-    change: Callable[[nn.Module], None] | None = None,
+    change: Change = None,
 ) -> Callable[[Tensors, Sequence[MicroBatch]], float]:
     """Tells the loss of micro-batches with a state (parameters and buffers), in evaluation mode.
 
     ``change`` is made to the model first.
     """
-    device = _device(workload, precision, training_mode)
-    if change is not None:
-        change(device.module)
+    device = _device(workload, precision, training_mode, change)
 
     def loss(state: Tensors, micro_batches: Sequence[MicroBatch]) -> float:
         workload.load(device.module, state)
@@ -557,13 +570,15 @@ def parts(
     batch: Batch,
     pulled: Sequence[Pull] = (),
     alone: bool = False,
+    change: Change = None,
 ) -> list[Tensors]:
     """Gradients (name -> tensor) of each micro-batch of ``batch``, from ``state``, in training
     mode.
 
-    ``alone``: of what is ``pulled`` only, without the loss of the micro-batch.
+    ``alone``: of what is ``pulled`` only, without the loss of the micro-batch.  ``change`` is made
+    to the model first.
     """
-    device = _device(workload, precision)
+    device = _device(workload, precision, change=change)
     found = []
     for micro in batch.micro_batches:
         workload.load(device.module, state)

@@ -27,7 +27,8 @@ class TruthStep:
     left the update out.  Of a system that keeps what it does not send ``given`` are the gradients
     of each coordinate, ``sent`` what it gave to the sum, ``kept`` what else is kept
     (:class:`~shardproof.contract.Emulation`).  ``routed``: of each coordinate, by layer, how many
-    pairs of a token and an expert were carried out by each expert, in all its micro-batches.
+    choices each expert carried out, ``(micro-batches, positions, experts)``; -1 where a micro-batch
+    has no such position.
 
     Where coordinates train alone, ``apart`` has the step of each, and the other fields are those of
     the first, but the loss; ``met``: it ended in a meeting.

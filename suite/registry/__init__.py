@@ -140,13 +140,13 @@ def load_mutant(name: str) -> Mutant:
         if declared is not None and declared.name == short:
             _checked(full, declared.implementation)
             return cast("Mutant", declared)
-    raise BrokenImplementation(full, f"is declared in {module.__name__} but missing there")
+    raise BrokenImplementation(full, f"is declared, but not defined, in {module.__name__}")
 
 
 def _root() -> Path:
     spec = importlib.util.find_spec("shardproof.impls")  # finds, does not import
     if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError("the package 'shardproof.impls' is not importable from here")
+        raise FileNotFoundError("the package 'shardproof.impls' is missing: reinstall shardproof")
     return Path(spec.submodule_search_locations[0])
 
 

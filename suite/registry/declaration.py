@@ -225,7 +225,8 @@ class Declaration(Capabilities, Stored):
             return f"a member cannot die inside a step on {case.backend}"
         if sending := self._sends(case):
             return f"{sending}, but {case.backend} {_NEEDS['sends'][1]}"
-        if lacking := workloads.scopes(case.workload).difference(self.scopes):
+        is_whole = axes.parts(case.mesh, "positions") == 1
+        if lacking := workloads.scopes(case.workload, is_whole).difference(self.scopes):
             return f"does not sum loss terms of scope {min(lacking)!r} (Capabilities.scopes)"
         given_knobs = case.workload.params.items()
         asked = [f"trait {trait}" for trait in case.workload.traits]

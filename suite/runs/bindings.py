@@ -38,17 +38,17 @@ def contradiction(account: Account) -> str:
     records, untrained = figures.records, not OF_UNTRAINED.keys().isdisjoint(case.checks)
     for record in records:
         if record.seal != case.seal:
-            return f"rank {record.rank} was given another case, or in another invocation"
+            return f"rank {record.rank} was given another case, or belongs to another invocation"
         if record.declaration != account.declaration:
-            return f"rank {record.rank} ran a system that declares something else"
+            return f"rank {record.rank} ran a system with another declaration"
         if not untrained and len(record.steps) != case.steps:
             return f"rank {record.rank} made {len(record.steps)} steps of {case.steps}"
     if not untrained and [*figures.ranks] != [*range(case.world)]:
-        return f"it has ranks {[*figures.ranks]!s:.80} of {case.world}"
+        return f"its records are of ranks {[*figures.ranks]!s:.80}, expected {case.world}"
     # After a planned fault only what was loaded is measured.
     if case.fault is None and {*figures.compared} != {*case.checks}:
         odd = ", ".join(sorted({*figures.compared} ^ {*case.checks}))
-        return f"its case asks for other checks than were measured: {odd}"
+        return f"the checks of its case and of its records differ: {odd}"
     facts = figures.model_facts
     return "" if facts is None or untrained else _other_facts(case, facts)
 
@@ -67,7 +67,7 @@ def _other_facts(case: Case, facts: ModelFacts) -> str:
     }
     for name, value in asked.items():
         if standard(getattr(facts, name)) != standard(value):
-            return f"its costs are those of other {name} than its case has"
+            return f"its costs were computed with other {name} than its case has"
     return ""
 
 
@@ -80,10 +80,12 @@ def unbound(run: Run) -> Iterator[str]:
         if (by := run.invocation_of(result.case)) is not None:
             of[result.id].append((invocations.index(by), result))
         elif result.case.seal or result.id in sealed:
-            yield f"{where}: {result.id}: no invocation of this run asked for this form of its case"
+            yield f"{where}: {result.id}: no invocation of this run planned its case in this form"
     for name, results in of.items():
         if (order := [number for number, _ in results]) != sorted(order):
-            yield f"{where}: {name}: an earlier invocation's result stands after a later one's"
+            yield (
+                f"{where}: {name}: the result of an earlier invocation is after that of a later one"
+            )
     yield from _planted(run)
     yield from _planned(run, plans)
     planted = {id(result) for result in run.mutant_cases}  # a fault that fails is caught

@@ -205,7 +205,7 @@ def _require_alike(parts: Sequence[Part], what: str, of: Callable[[Part], str]) 
         if of(part) != of(first):
             both = f"{first.name} ({of(first)}) and {part.name} ({of(part)})"
             raise SelectionError(
-                Problem(f"the parts are of two {what}: {both}", "merge parts that have the same")
+                Problem(f"the parts have different {what}: {both}", "merge parts that agree")
             )
 
 

@@ -18,7 +18,7 @@ def planned(path: Path) -> list[Case]:
     if not cases:
         remedy = "run the scenarios without --resume, or name another run"
         raise SelectionError(
-            Problem("there is no plan to resume", remedy, str(path / "planned.jsonl"))
+            Problem("the run has no planned cases", remedy, str(path / "planned.jsonl"))
         )
     return list(cases.values())
 

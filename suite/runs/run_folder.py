@@ -188,7 +188,7 @@ def make_folder(root: Path, kind: str = "") -> Path:
         with contextlib.suppress(FileExistsError):
             (root / f"{name}{suffix}").mkdir(parents=True)
             return root / f"{name}{suffix}"
-    raise FileExistsError(f"{root / name}: a thousand run folders of this second exist already")
+    raise FileExistsError(f"{root / name}: 1,000 run folders with this date and time already exist")
 
 
 class RunFolder:
@@ -299,7 +299,10 @@ class RunFolder:
         for line in new if planned else ():
             case = Case.from_dict(json.loads(line))
             if planned.get(case.id, case) != case:
-                what, remedy = "this run has a different case of that id", "name another run folder"
+                what, remedy = (
+                    "this run has another case with the same id",
+                    "name another run folder",
+                )
                 raise SelectionError(Problem(what, remedy, case.id, str(self.path)))
         self._invocation.planned = [case.id for case in cases]
         self._invocation.kills = list(kills)
@@ -472,7 +475,7 @@ def require_run_or_new(path: Path) -> None:
     ours = {LINES, Manifest.NAME}  # all that a disk had room for
     if path.is_dir() and not (path / NAME).exists() and {p.name for p in path.iterdir()} - ours:
         remedy = "name the folder of a run, a new folder or an empty one"
-        raise SelectionError(Problem("holds files that are not of a run", remedy, file=str(path)))
+        raise SelectionError(Problem("is neither a run nor empty", remedy, file=str(path)))
 
 
 def comparison_key(cases: Sequence[Case]) -> ComparisonKey:

@@ -52,13 +52,13 @@ def _wrong_fault(plan: schema.FaultPlan, scenario: schema.Scenario) -> Iterator[
     valid = [0] if plan.phase in ("setup", "load") else [*range(scenario.steps)]
     if plan.phase in ("save", "load") and not scenario.checkpoints:
         remedy = "plan checkpoints, or name another phase"
-        yield ["phase"], "nothing is saved or loaded", remedy, plan.phase
+        yield ["phase"], "this scenario saves and loads nothing", remedy, plan.phase
     elif plan.phase == "save":
         saved = [set(_saves(one).saved_at) for one in scenario.checkpoints]
         valid = sorted(done - 1 for done in set.intersection(*saved))
     if plan.step not in valid:
         remedy = f"valid: {valid[0]} to {valid[-1]}" if valid else "no step is valid"
-        yield ["step"], f"this step has no phase {plan.phase}", remedy, plan.step
+        yield ["step"], f"phase {plan.phase} does not occur in this step", remedy, plan.step
 
 
 def _unfit_fault(plan: schema.FaultPlan, cell: Cell) -> Iterator[Wrong]:
@@ -100,7 +100,7 @@ def _wrong_checkpoint(plan: schema.CheckpointKeys, scenario: schema.Scenario) ->
     if plan.saves > save:
         yield ["saves"], "saves must not exceed save_at", f"valid: 1 to {save}", plan.saves
     if plan.into and plan.into.precision and (built := plan.into.precision.built):
-        what = "the restoring run must have the built dtype of the saving run"
+        what = "the restoring run must have the same model dtype as the saving run"
         yield ["into", "precision", "built"], what, "leave it out", built
 
 
@@ -151,7 +151,7 @@ def _unfit_members(plan: schema.MembershipPlan, cell: Cell) -> Iterator[Wrong]:
                 yield where, f"no member is left in step {step}", "keep at least one alive", rank
             continue
         if step in [one.step for one in plan.changes[:at]]:
-            yield ["changes", at, "step"], "two changes come before one step", "merge the two", step
+            yield ["changes", at, "step"], "two changes have the same step", "merge the two", step
         members = plan.changes[at].members
         for what, remedy in _unfit_change(members, now, step, cell):
             yield ["changes", at, "members"], what, f"{remedy}, {without}", members

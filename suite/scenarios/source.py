@@ -169,12 +169,12 @@ class _Reader:
             documents += isinstance(event, yaml.DocumentStartEvent)
             if documents > 1:
                 remedy = f"one {self.noun} per file; remove `---`"
-                raise self.error(line, "a second document begins", remedy)
+                raise self.error(line, "a second YAML document begins", remedy)
             if (tag := getattr(event, "tag", None)) is not None:
                 shown = tag.replace("tag:yaml.org,2002:", "!!")
                 raise self.error(
                     line,
-                    "a YAML tag is used",
+                    "YAML tags are not allowed",
                     f"remove it: a {self.noun} holds plain data only",
                     shown,
                 )

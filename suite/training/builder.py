@@ -224,8 +224,8 @@ class Training:
                 )
             if chosen.threads and size > 1 and self._source.is_one_iterator:
                 raise ValueError(
-                    f"{size} ranks that are threads would share one iterator and take batches from "
-                    "each other: give a DataLoader, a list or a function, or start processes"
+                    f"data is one iterator, which {size} ranks that are threads would share: give "
+                    "a DataLoader, a list or a function, or a backend whose ranks are processes"
                 )
             return self._result(self._started(plan, steps, chosen, size, on), 0)
         return self._result(world.comm.all_gather_object(_train(plan, steps, world)), world.rank)
@@ -349,11 +349,11 @@ def mesh_for(
     require_mesh(mesh, size)
     if foreign := [axis for axis in mesh if axis not in capabilities.axes]:
         raise ValueError(
-            f"{name} has no axis {foreign[0]!r}: write mesh={{'{capabilities.axes[0]}': {size}}}, "
-            f"its axes are {', '.join(capabilities.axes)}"
+            f"{name} has no axis {foreign[0]!r} (its axes: {', '.join(capabilities.axes)}): write "
+            f"e.g. mesh={{'{capabilities.axes[0]}': {size}}}"
         )
     if capabilities.max_world is not None and size > capabilities.max_world:
-        raise ValueError(f"{name} runs on up to {capabilities.max_world} ranks, not on {size}")
+        raise ValueError(f"{name} runs on at most {capabilities.max_world} ranks, not {size}")
     # In the one order that all of the suite expects, whatever the order in which it was written.
     return {axis: mesh[axis] for axis in axes.names() if axis in mesh}
 
@@ -364,10 +364,10 @@ def require_format(name: str, capabilities: Capabilities, given: str) -> None:
     :raises ValueError: it does not.
     """
     if not capabilities.checkpoints:
-        raise ValueError(f"{name} saves no checkpoints: leave checkpoint() out")
+        raise ValueError(f"{name} cannot save checkpoints: leave checkpoint() out")
     if given not in capabilities.checkpoints:
         remedy = nearest(given, capabilities.checkpoints, "valid")
-        raise ValueError(f"{name} saves no checkpoints of format {given!r}; {remedy}")
+        raise ValueError(f"{name} cannot save checkpoints of format {given!r}; {remedy}")
 
 
 def require_values(name: str, model: UserModel) -> None:
@@ -390,8 +390,8 @@ def require_buffers(name: str, capabilities: Capabilities, model: UserModel) -> 
     buffers = dict(model.model.named_buffers())
     if capabilities.buffers == "none" and buffers:
         raise ValueError(
-            f"{name} returns no buffers, and the model has {next(iter(buffers))!r}: choose another "
-            "strategy, or use a layer that has no running statistics, such as GroupNorm"
+            f"{name} cannot return the buffers of the model, e.g. {next(iter(buffers))!r}: choose "
+            "another strategy, or use layers without running statistics, such as GroupNorm"
         )
 
 
@@ -409,10 +409,11 @@ def fits(
     own = isinstance(optimizer, optimizers.TorchOptimizer)
     if own and not name.startswith(f"{_OWN}/"):
         raise ValueError(
-            f"{name} supports the optimizers sgd and adamw; others run under {_OWN}/..."
+            f"{name} supports only the optimizers sgd and adamw; for another optimizer choose a "
+            f"strategy of {_OWN}/"
         )
     if own and options.get("offload", "none") != "none":
-        raise ValueError("offload: only the state of sgd and adamw can be kept in host memory")
+        raise ValueError("offload works only with the optimizers sgd and adamw")
     if strategies.SHARDED[0] in capabilities.features or axes.parts(mesh, "state") > 1:
         optimizers.require_element_wise(optimizer)
     if optimizer.clip_norm is not None and "clipping" in capabilities.declines:

@@ -157,7 +157,7 @@ class Wrapped:
             self._in_step.close()
             self._memory = None
         if not memory.stats["peak"]:
-            raise ValueError("measured(): make a forward, a backward and a step() within")
+            raise ValueError("measured(): make a forward, a backward and a step() in its block")
         self._peak = memory.stats["peak"]
 
     def memory_stats(self) -> dict[str, Bytes]:
@@ -231,8 +231,8 @@ def wrap(
     system: Any = registry.load(name)
     if not hasattr(system, "own_loop_type"):
         raise ValueError(
-            f"{name} runs whole steps and allows no loop of your own: choose one of "
-            "ddp, zero1, zero2, zero3 and fsdp, or use shardproof.Training"
+            f"{name} runs whole steps, so it cannot be used in your own loop: choose ddp, zero1, "
+            "zero2, zero3 or fsdp, or use shardproof.Training"
         )
     capabilities = capabilities_of(name, options)
     if not isinstance(mesh, Mesh):

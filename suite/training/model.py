@@ -45,8 +45,8 @@ class UserModel:
             hasattr(parameter, "device_mesh") for parameter in model.parameters()
         ):
             raise ValueError(
-                f"the model ({type(model).__name__}) is distributed by torch already: give the "
-                "module that you gave to torch, before torch splits or wraps it"
+                f"the model ({type(model).__name__}) is already distributed by torch: pass the "
+                "plain module, before torch splits or wraps it"
             )
         if isinstance(units, str) or len({*units} - {""}) < len(units):
             raise ValueError(
@@ -139,7 +139,7 @@ class UserModel:
         assert self._loss is not None
         value: Any = self._loss(outputs, micro.targets)
         if not isinstance(value, Tensor):
-            raise ValueError(f"loss(outputs, targets) returned {value!r:.60}, no tensor")
+            raise ValueError(f"loss(outputs, targets) returned {value!r:.60}, expected a tensor")
         if torch.is_grad_enabled() and not value.requires_grad:
             raise ValueError(
                 "loss(outputs, targets) returned a tensor without a gradient: compute it from "

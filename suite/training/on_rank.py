@@ -108,8 +108,9 @@ class RankTraining:
                 first = self.load()
                 if first > steps:
                     raise ValueError(
-                        f"steps = {steps}, but the checkpoint in {self.saved} has {first}: steps "
-                        "counts the steps of all runs together; ask for more, or name a new folder"
+                        f"steps = {steps}, but the checkpoint in {self.saved} already has {first} "
+                        "steps: give a larger number (steps includes those of earlier runs), or "
+                        "name a new folder"
                     )
                 dtype = next(iter(plan.model.model.parameters())).dtype
                 device = self.world.device

@@ -128,8 +128,8 @@ def spec(
         _trained(made, cuts=1)
     except Exception as error:
         raise ValueError(
-            f"optimizer {kind.__name__} with {made.arguments} cannot update a matrix by its "
-            f"gradient: {type(error).__name__}: {error}; change the arguments, or the optimizer"
+            f"optimizer {kind.__name__} with {made.arguments} failed in a trial update: "
+            f"{type(error).__name__}: {error}; change the arguments, or the optimizer"
         ) from error
     return made
 
@@ -156,8 +156,9 @@ def _rate_and_schedule(
         raise
     except Exception as error:
         raise ValueError(
-            f"lr(0) raised {type(error).__name__}: {error}; give a number, or a function that "
-            "takes the step and returns the rate (a torch scheduler takes wrap(...).optimizer)"
+            f"the function given as lr failed for step 0: {type(error).__name__}: {error}; give a "
+            "number, or a function that takes the step and returns the rate (for a torch "
+            "scheduler use wrap(...).optimizer)"
         ) from error
     return 1.0, lr  # a factor: strategies whose rate follows the number of ranks change it
 
@@ -217,13 +218,13 @@ def require_element_wise(given: OptimizerSpec) -> None:
         whole, parts = (_trained(given, cuts) for cuts in (1, 2))
     except Exception as error:
         raise ValueError(
-            f"optimizer {name} cannot update parts of parameters, which sharded state needs: "
-            f"{type(error).__name__}: {error}; {remedy}"
+            f"optimizer {name} cannot be used with sharded state: it failed to update a part of a "
+            f"parameter ({type(error).__name__}: {error}); {remedy}"
         ) from error
     if not torch.equal(whole, parts):
         raise ValueError(
-            f"optimizer {name} is not element-wise: it updates a whole matrix and its two halves "
-            f"in different ways, and sharded state gives ranks such parts; {remedy}"
+            f"optimizer {name} cannot be used with sharded state: it is not element-wise (two "
+            f"halves of a matrix are updated in another way than the whole matrix); {remedy}"
         )
 
 

@@ -204,7 +204,7 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
     if isinstance(batch, tuple | list):
         kinds = f"({', '.join(type(part).__name__ for part in batch)})"
     raise ValueError(
-        f"a batch is {kinds}; Training takes (inputs, targets), two tensors with samples on their "
-        "first dimension: give a collate_fn that makes them, or keep your own loop with "
+        f"a batch is {kinds}, but Training needs (inputs, targets), two tensors with samples on "
+        "their first dimension: give a collate_fn that makes them, or write your own loop with "
         "shardproof.wrap"
     )

@@ -58,8 +58,8 @@ class Watched:
             "--replicas",
             metavar="SETS",
             help="which ranks hold the same parameters: all; a number R (each block of R "
-            "consecutive ranks is a set); or sets such as 0,2/1,3 (default: read from the script's "
-            "wrappers and meshes, else all)",
+            "consecutive ranks is a set); sets such as 0,2/1,3; or the mesh, such as "
+            "shard=2,context=2 (default: read from the script's wrappers and meshes, else all)",
         ),
     ] = ""
     every: Annotated[

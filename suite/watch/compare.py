@@ -375,7 +375,7 @@ class Compared:
         if len({*points.values()}) == len({*optimizers.values()}) == 1:
             return True
         if len({*points.values()}) == 1:
-            self._apart(f"ranks step different numbers of optimizers: {odd(optimizers)}")
+            self._apart(f"ranks have different numbers of optimizers: {odd(optimizers)}")
             return False
         several = len({number for _, number, _ in points.values()}) > 1
         words: dict[str, list[int]] = {}
@@ -484,8 +484,9 @@ class Compared:
         self._told.add("shapes")
         values = {rank: table[rank][_SIGNATURE] for rank in ranks}
         sentence = (
-            f"names, shapes or dtypes of parameters are not the same: {odd(values)}; nothing was "
-            "compared. Ranks that hold parts of one model are named by --replicas"
+            f"names, shapes or dtypes of parameters differ between ranks: {odd(values)}; nothing "
+            "was compared. If ranks hold parts of one model, say by --replicas which ranks hold "
+            "the same parts"
         )
         self._tell("shapes", sentence, broken=False)
 

@@ -1,18 +1,25 @@
-"""Which ranks hold the same, as users write it: ``all``, a number, or ``0,2/1,3``."""
+"""Which ranks hold the same, as users write it: ``all``, a number, ``0,2/1,3``, or a mesh."""
 
 from __future__ import annotations
 
+import itertools
+import math
+
+from shardproof import axes
 from shardproof.errors import Problem, SelectionError
 
 
 def parse(text: str, world: int) -> tuple[tuple[int, ...], ...]:
-    """Sets of ranks.  ``all``: one set; ``N``: every N consecutive ranks; else sets by ``/``.
+    """Sets of ranks.  ``all``: one set; ``N``: every N consecutive ranks; ``shard=2,context=2``: a
+    mesh, whose axes say who holds copies; else sets by ``/``.
 
     :raises SelectionError: it cannot be read, or does not fit ``world`` ranks.
     """
     if text == "all":
         return (tuple(range(world)),)
     try:
+        if "=" in text:
+            return _by_axis(text, world)
         if text.isdigit():
             size = int(text)
             if size < 1 or world % size:
@@ -29,9 +36,31 @@ def parse(text: str, world: int) -> tuple[tuple[int, ...], ...]:
             raise ValueError(f"rank {max(ranks)} does not exist in {world} ranks")
     except ValueError as error:
         what = f"--replicas: {error}"
-        remedy = "write all, a number of consecutive ranks, or sets such as 0,2/1,3"
+        remedy = (
+            "write all, a number of consecutive ranks, sets such as 0,2/1,3, or a mesh such as "
+            "replicate=2,context=2"
+        )
         raise SelectionError(Problem(what, remedy, text)) from None
     return sets
+
+
+def _by_axis(text: str, world: int) -> tuple[tuple[int, ...], ...]:
+    """Ranks that differ along axes of copies only, for parameters of experts as well."""
+    sizes = {name.strip(): n for name, _, n in (item.partition("=") for item in text.split(","))}
+    if unknown := [name for name in sizes if name not in axes.names()]:
+        raise ValueError(f"no axis {unknown[0]!r}; known: {', '.join(axes.names())}")
+    if not all(size.isdecimal() for size in sizes.values()):
+        raise ValueError("the size of an axis is no number")
+    mesh = {name: int(sizes[name]) for name in axes.names() if name in sizes}
+    if math.prod(mesh.values()) != world:
+        raise ValueError(f"the mesh has {math.prod(mesh.values())} ranks, the job {world}")
+    copies = axes.replicated(mesh, axes.EXPERT)
+    #     shard 2 x context 2 x tensor 2: ranks count along the last axis first
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(itertools.product(*map(range, mesh.values()))):
+        at = tuple(n for name, n in zip(mesh, place, strict=True) if name not in copies)
+        found.setdefault(at, []).append(rank)
+    return tuple(map(tuple, found.values()))
 
 
 def _span(item: str) -> range:

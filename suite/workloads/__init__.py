@@ -63,12 +63,16 @@ def _family(name: str) -> WorkloadFamily:
     return own.load(name) if ":" in name else lookup(name, WORKLOADS, "workload")
 
 
-def scopes(spec: WorkloadSpec) -> set[Scope]:
-    """Scopes of the loss terms that ``Build.loss`` leaves out; unknown for a user's own."""
+def scopes(spec: WorkloadSpec, is_whole: bool = True) -> set[Scope]:
+    """Scopes of the loss terms that ``Build.loss`` leaves out; unknown for a user's own.
+
+    ``is_whole``: a rank has all positions of a micro-batch, of which ``Build.loss`` adds the terms.
+    """
     if spec.name not in WORKLOADS:
         return set()
     family = WORKLOADS[spec.name]
-    return {term.scope for term in family.terms(family.resolve(spec.params))} - {"micro-batch"}
+    found = {term.scope for term in family.terms(family.resolve(spec.params))}
+    return found - {"micro-batch"} if is_whole else found
 
 
 def in_lane(lane: Lane) -> list[str]:

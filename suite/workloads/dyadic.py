@@ -27,12 +27,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardproof.contract import CrossEntropy, MicroBatch, Role
-from shardproof.workloads import data
+from shardproof.workloads import data, mixture
 from shardproof.workloads.base import Picks, Samples, WorkloadFamily
 from shardproof.workloads.knobs import Knob, Params
 from shardproof.workloads.layers import Embedding, Linear, Place, Span, Stack, seed_number, tie
 
 SYMBOLS = 32
+#: Knobs of mixtures whose values stay exact.
+_ROUTED = {
+    name: mixture.KNOBS[name]
+    for name in ("experts", "top_k", "capacity", "capacity_over", "claims", "balancing_bias")
+}
 #: Initial values are multiples of 1/16 in [-1, 1]: 2 of 33 weights are not truncated to 0.
 GRAIN = 16
 
@@ -42,9 +47,7 @@ class Ternary(Linear):
 
     def forward(self, values: Tensor) -> Tensor:
         """The linear layer with weights rounded to -1, 0 or 1."""
-        weight = self.weight
-        whole = weight + (weight.clamp(-1, 1).trunc() - weight).detach()
-        return F.linear(values, whole, self.bias)
+        return F.linear(values, _ternary(self.weight), self.bias)
 
 
 class Head(Ternary):
@@ -67,6 +70,10 @@ class Levels(nn.Module):
         return _floor(F.hardtanh(values, self.low, self.high))
 
 
+def _ternary(weight: Tensor) -> Tensor:
+    return weight + (weight.clamp(-1, 1).trunc() - weight).detach()
+
+
 def _floor(values: Tensor) -> Tensor:
     return values + (values.floor() - values).detach()
 
@@ -86,6 +93,40 @@ class Embed(nn.Module):
         """Tokens ``(samples, length)`` to whole values ``(samples, length, width)``."""
         own, rows = self.span.cut(tokens)
         return 2 * self.token(own) + self.position(rows)
+
+
+def _two_layers(
+    rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor
+) -> Tensor:
+    inner = Levels(-1, 3)(F.linear(rows, _ternary(up), up_bias))
+    # Whole: their product with the weights, and the router's gradient, need no more bits.
+    return Levels(-2, 2)(F.linear(inner, _ternary(down), down_bias))
+
+
+class Mixture(mixture.Mixture):
+    """A mixture that is exact."""
+
+    def __init__(self, params: Params, place: Place) -> None:
+        width, count = params["width"], params["experts"]
+        experts = mixture.Experts(count, width, 2 * width, _two_layers, place)
+        super().__init__(params, width, (), experts, place)
+        self.router = Ternary(width, count, **place)
+
+    def weigh(self, scores: Tensor, experts: Tensor) -> Tensor:
+        """The chosen scores as whole numbers within limits."""
+        return Levels(-1, 2)(scores.gather(-1, experts))
+
+
+class MixedBlock(nn.Module):
+    """``hidden + mixture(levels(hidden))``."""
+
+    def __init__(self, params: Params, place: Place) -> None:
+        super().__init__()
+        self.enter, self.mlp = Levels(-2, 2), Mixture(params, place)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(..., width)`` to values of the same shape."""
+        return hidden + self.mlp(self.enter(hidden))
 
 
 class Block(nn.Module):
@@ -111,7 +152,11 @@ class DyadicMLP(WorkloadFamily):
     about = "integers over powers of two: equal bits in every order (lane dyadic)"
     digest = data.CHARACTER_NAMES_DIGEST
     dyadic = True
-    knobs: ClassVar = {"width": Knob(32), "layers": Knob(2), "seq": Knob(8, 2)}
+    knobs: ClassVar = {"width": Knob(32), "layers": Knob(2), "seq": Knob(8, 2), **_ROUTED}
+
+    def check(self, params: Params) -> None:
+        """Refuse knobs that do not fit together."""
+        mixture.check(self.name, params)
 
     def size(self) -> int:
         """Number of names."""
@@ -122,7 +167,10 @@ class DyadicMLP(WorkloadFamily):
         width = params["width"]
         stack = Stack(
             embed=Embed(params["seq"], width, place),
-            blocks=[Block(width, place) for _ in range(params["layers"])],
+            blocks=[
+                MixedBlock(params, place) if params.get("experts") else Block(width, place)
+                for _ in range(params["layers"])
+            ],
             norm=Levels(-4, 4),
             head=Head(width, SYMBOLS, **place),
             flags=_flags,
@@ -131,11 +179,14 @@ class DyadicMLP(WorkloadFamily):
         if "tied_over_units" in traits:
             tie(stack, "embed.token", "head")
         if "frozen" in traits:
-            stack.get_parameter("blocks.0.down.weight").requires_grad_(False)
+            down = "mlp.experts.down" if params.get("experts") else "down.weight"
+            stack.get_parameter(f"blocks.0.{down}").requires_grad_(False)
         return stack
 
     def initial(self, seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Tensor:
-        """Multiples of 1/16 in [-1, 1], none of them 0."""
+        """Multiples of 1/16 in [-1, 1], none of them 0; counts begin at 0."""
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
         generator = torch.Generator().manual_seed(seed_number(f"{seed}/{name}"))
         size = torch.randint(1, GRAIN + 1, tensor.shape, generator=generator)
         sign = 2 * torch.randint(2, tensor.shape, generator=generator) - 1
@@ -148,6 +199,10 @@ class DyadicMLP(WorkloadFamily):
         parts = torch.zeros(valid.shape, dtype=torch.float64)
         parts[valid] = torch.tensor([2.0] * (whole - count) + [1.0] * (2 * count - whole)).double()
         return parts / whole
+
+    def depends_on_cut(self, params: Params) -> bool:
+        """Whether places with experts are those of a part of the batch."""
+        return mixture.depends_on_cut(params)
 
     def cross_entropy(self, params: Params) -> CrossEntropy | None:
         """None: its loss has exact sums, which a cross-entropy has not."""

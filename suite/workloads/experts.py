@@ -4,7 +4,7 @@ A router gives each image a weight for every expert, a linear layer; the logits 
 of theirs, so that nothing hangs on ties.  Beside the logits the model gives those of its router,
 of which the loss has two terms more:
 
-* a z-loss, the square of their log-sum-exp (ST-MoE, arXiv 2202.08906, section 3.2), target by
+* a z-loss, the square of their log-sum-exp (ST-MoE, arXiv 2202.08906, section 3.3), target by
   target like the cross-entropy;
 * a load-balancing loss ``E sum_i f_i P_i`` (Switch Transformer, arXiv 2101.03961, section 2.2): f_i
   is the share of images whose largest weight is that of expert i, P_i the mean of its weights.  It

@@ -151,6 +151,7 @@ def _turned(part: Tensor, places: Tensor) -> Tensor:
     with ``places``, ``(length,)`` or ``(samples, length)``: arXiv 2104.09864, section 3.4.2.
     """
     half = part.shape[-1] // 2
+    # In float64: in a narrow dtype several late positions would share one angle.
     powers = torch.arange(half, device=part.device, dtype=torch.float64) / max(1, half)
     angles = (places[..., None] * 10000.0**-powers).to(torch.float64)
     if angles.dim() > 2:
@@ -370,16 +371,16 @@ class CharnamesGPT(WorkloadFamily):
         if lane != "working_precision" or not params.get("experts"):
             return ""
         return (
-            f"{self.name}: with experts, rounding sends tokens to other experts, which is another "
-            "training; use lane fp64"
+            f"{self.name}: with experts, rounding can send tokens to other experts, which changes "
+            "the training; use lane fp64"
         )
 
     def unstaged(self, params: Params) -> str:
         """The last stage has no inputs, whose flags say what learns, and no scores of others."""
         if mixture.shows_scores(params):
             return (
-                f"{self.name}: balance and z_loss need the scores of all routers, which only the "
-                "stages of these have"
+                f"{self.name}: balance and z_loss need the scores of all routers, but a stage has "
+                "only its own"
             )
         if params.get("first_step") != "head":
             return ""

@@ -10,11 +10,12 @@
   ``ceil(capacity * top_k * T / E)`` of the T tokens of a micro-batch or of a sample
   (``capacity_over``).  Tokens claim places in their order, each with all of its choices
   (``claims: position``), or all first choices come before all second ones (``claims: choice``).  A
-  choice without a place adds nothing: the token passes through the residual connection.
+  choice without a place adds nothing: the token passes through the residual connection.  Capacity
+  over the global batch is left out: a rank would wait for the choices of all others in each layer.
 * Load-balancing loss ``E sum_i f_i P_i`` (Switch Transformer, arXiv 2101.03961, section 2.2): f_i
   is the share of choices that fall on expert i, P_i the mean of its softmax.  It is a product of
   means, so its scope (micro-batch, rank, global) makes another training.
-* z-loss: the square of the scores' log-sum-exp (ST-MoE, arXiv 2202.08906, section 3.2), target by
+* z-loss: the square of the scores' log-sum-exp (ST-MoE, arXiv 2202.08906, section 3.3), target by
   target like the cross-entropy.
 * Loss-free balancing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): a bias for each expert, which
   counts for the choice and not for the weights.  A system moves it after each update, by the load
@@ -34,7 +35,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -75,12 +76,12 @@ def check(workload: str, params: Params) -> None:
             f"{workload}: top_k = {top_k} is more than experts = {experts}; set top_k to at most "
             f"{experts}"
         )
-    if top_k == 1 and params["router_weights"] == "after":
+    if top_k == 1 and params.get("router_weights") == "after":
         raise WorkloadError(
             f"{workload}: top_k = 1 with router_weights = 'after' makes every weight 1, so the "
             "router gets no gradient; set router_weights to 'before'"
         )
-    if params["balancing_bias"] and params["balance"] != "none":
+    if params["balancing_bias"] and params.get("balance", "none") != "none":
         raise WorkloadError(
             f"{workload}: balancing_bias = True takes the place of a load-balancing loss; set "
             "balance to 'none'"
@@ -184,15 +185,15 @@ class Mixture(nn.Module):
             self.register_buffer("balancing_bias", torch.empty(count, **place))
         #: Where the scores of a forward go (``None``: nowhere); a model sets it for that forward.
         self.scores: list[Tensor] | None = None
-        #: Pairs of a token and an expert that the last forward carried out, by expert.
-        self.carried_out: Tensor | None = None
+        #: How many choices of each token each expert carried out, by forward (``None``: not kept).
+        self.carried_out: list[Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values ``(samples, positions, width)`` to values of the same shape."""
         tokens = hidden.flatten(0, -2)
         scores = self.router(tokens)
         if self.scores is not None:
-            self.scores.append(scores.view(*hidden.shape[:-1], -1))
+            self.scores.append(scores.view(*hidden.shape[:-1], scores.shape[-1]))
         routing = self.route(scores, len(hidden))
         self.count(routing)
         mixed = self.mix(tokens, routing)
@@ -209,7 +210,7 @@ class Mixture(nn.Module):
         # One row more, of zeros, for all choices without a place.
         outputs = torch.cat([outputs, torch.zeros_like(tokens[:1])])
         rows = torch.where(placed, placed.cumsum(0) - 1, len(pairs))
-        chosen = outputs[rows].view(count, top_k, -1)
+        chosen = outputs[rows].view(count, top_k, tokens.shape[-1])
         return (chosen * routing.weights.unsqueeze(-1)).sum(1)
 
     def route(self, scores: Tensor, samples: int) -> Routing:
@@ -251,11 +252,11 @@ class Mixture(nn.Module):
     @torch.no_grad()
     def count(self, routing: Routing) -> None:
         """Note what was carried out; in training add to the statistics."""
-        experts, count = routing.experts.flatten(), self.params["experts"]
-        carried_out = experts[routing.placed.flatten()]
-        self.carried_out = torch.bincount(carried_out, minlength=count)
+        chosen = F.one_hot(routing.experts, self.params["experts"])
+        if self.carried_out is not None:
+            self.carried_out.append((chosen * routing.placed.unsqueeze(-1)).sum(1))
         if self.training:
-            self.load += torch.bincount(experts, minlength=count)
+            self.load += chosen.sum((0, 1))
             left = (~routing.placed).nonzero()[:, 0]
             self.dropped += torch.stack([left.new_tensor(len(left)), left.sum()])
 
@@ -326,12 +327,3 @@ def balance_value(layers: int, statistics: Tensor) -> Tensor:
     chosen, given = statistics[:-1].view(2, layers, -1)
     product: Tensor = (chosen * given).sum() / statistics[-1].clamp(min=1e-30)
     return BALANCE * chosen.shape[-1] * product
-
-
-# ------------------------------------------------------------------- what the judge knows of it
-
-
-def carried_out(module: nn.Module) -> dict[str, Tensor]:
-    """Layer -> pairs that the last forward of ``module`` carried out, by expert."""
-    found: dict[str, Any] = {name: part.carried_out for name, part in mixtures(module).items()}
-    return {name: counts for name, counts in found.items() if counts is not None}

@@ -151,10 +151,14 @@ class OwnWorkload(WorkloadFamily):
             return {name: role for name, (form, role) in pairs if re.fullmatch(form, name)}
         for name, role in self._roles.items():
             if name not in names:
-                raise WorkloadError(f"{self.name}: roles: the model has no {name!r}")
+                raise WorkloadError(
+                    f"{self.name}: roles: no module or parameter {name!r} in the model"
+                )
             if role not in get_args(Role):
                 valid = ", ".join(get_args(Role))
-                raise WorkloadError(f"{self.name}: roles: {name!r} is {role!r}; valid: {valid}")
+                raise WorkloadError(
+                    f"{self.name}: roles: unknown role {role!r} of {name!r}; valid: {valid}"
+                )
         return self._roles
 
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
@@ -174,7 +178,7 @@ class OwnWorkload(WorkloadFamily):
         if self._stages is not None or chain:
             return ""
         kind = type(model).__name__
-        return f"{self.name} is a {kind}, which is cut only by stages=: give this function"
+        return f"{self.name} is a {kind}, which cannot be cut into stages: give a function stages="
 
     def initial(self, seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Tensor:
         """``tensor``, perturbed where it is of floating point."""
@@ -294,7 +298,9 @@ def check_name(path: str, traits: Collection[str]) -> None:
     for name in traits:
         if name not in (*HAD, *FOUND):
             have = ", ".join(HAD)
-            raise WorkloadError(f"trait {name!r} would change the model of {path}; valid: {have}")
+            raise WorkloadError(
+                f"{path} has its own model, which trait {name!r} would change; valid: {have}"
+            )
 
 
 def _repeated(model: nn.Module) -> tuple[str, ...]:

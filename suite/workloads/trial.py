@@ -140,7 +140,7 @@ def _attempt(
     if attempt.loss - attempt.loss != 0.0 or not finite:
         what = f"the loss of the first batch is {attempt.loss}"
         what = f"{what}, its gradients are not finite" if attempt.loss == attempt.loss else what
-        raise WorkloadError(f"{family.name}: {what}, in {workload.dtype}: nothing can be compared")
+        raise WorkloadError(f"{family.name}: {what}, in {workload.dtype}, but must be finite")
     return attempt
 
 
@@ -165,12 +165,16 @@ def _check_values(family: OwnWorkload, workload: Workload) -> None:
     for name in {*one, *two}:
         if name not in one or name not in two or not torch.equal(one[name], two[name]):
             remedy = "draw initial values from torch's global generator only"
-            raise WorkloadError(f"{family.name}: model(...) gives varying {name!r}: {remedy}")
+            raise WorkloadError(
+                f"{family.name}: model(...) changes {name!r} from call to call: {remedy}"
+            )
     batches = [workload.fresh_batch(0) for _ in range(2)]
     for what in ("inputs", "targets", "weights"):
         if not torch.equal(*(getattr(batch, what) for batch in batches)):
             remedy = "draw with the given generator only"
-            raise WorkloadError(f"{family.name}: batch(...) varies in its {what}: {remedy}")
+            raise WorkloadError(
+                f"{family.name}: batch(...) changes its {what} from call to call: {remedy}"
+            )
 
 
 def _other_losses(family: OwnWorkload, one: _Attempt, two: _Attempt) -> WorkloadError:

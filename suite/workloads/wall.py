@@ -38,7 +38,7 @@ def standing(path: str) -> Iterator[None]:
     if name := next((name for name in others if not _is_own(now[name])), ""):
         remedy = "do not replace it, or move the model to a module without the replacement"
         raise WorkloadError(
-            f"workload {path!r} replaces {name}, which judges the workload: {remedy}"
+            f"workload {path!r} replaces {name}, which the suite needs to check results: {remedy}"
         )
 
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardproof.backends import Joining, errors, joined
 from shardproof.backends.disturbances import Disturbances, disturbances_of
 from shardproof.backends.in_memory.hub import Hub
+from shardproof.comm import Mesh
 from shardproof.ledgers import program_order, traffic
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,6 +98,42 @@ def test_other_dtype_operation_root_and_call() -> None:
         _all_say(_fail(body), errors.CollectiveMismatch, *words)
 
 
+def test_a_call_says_its_axis_and_the_layer_whose_activations_it_moves() -> None:
+    def body(rank: int, _: int) -> None:
+        mesh = Mesh({"replicate": 2, "tensor": 2})
+        groups = [mesh.subgroup(pair, axis="expert") for pair in ([0, 1], [2, 3])]
+        group = groups[rank // 2]
+        log = program_order.current()
+        assert log is not None
+        with log.step(0):
+            log.unit("forward", "")
+            log.unit("forward", "blocks.2")
+            mesh.comm("replicate").all_reduce(torch.ones(2))
+            if rank != 1:
+                group.all_reduce(torch.ones(3))
+
+    _, found = threads(body, 4, ledgers=True)
+    assert "all_reduce(sum, float32[3]) of axis expert, layer blocks.2" in str(found[0])
+
+
+def test_a_layer_is_said_while_it_computes() -> None:
+    log = program_order.RankLog()
+    with log.step(0):
+        log.unit("forward", "")
+        assert log.layer == ""
+        log.unit("forward", "blocks.0")
+        assert log.layer == "blocks.0"
+        log.unit_ended()
+        assert log.layer == ""
+        log.unit("backward", "blocks.0")
+        log.unit("forward", "blocks.0")
+        log.unit_ended()
+        assert log.layer == "blocks.0"
+        with log.observe("gradients_final"):
+            assert log.layer == ""
+        assert log.layer == ""
+
+
 def test_a_mismatch_that_cannot_complete() -> None:
     """Rank 2 never comes, or waits elsewhere: the mismatch of the others is still the cause."""
 
@@ -112,7 +149,7 @@ def test_a_mismatch_that_cannot_complete() -> None:
         dist.all_reduce(torch.ones(4 + rank))
 
     for body in (ended, elsewhere):
-        _all_say(_fail(body, 3)[:2], errors.CollectiveMismatch, "rank 2 has not come yet")
+        _all_say(_fail(body, 3)[:2], errors.CollectiveMismatch, "rank 2 has not made the call yet")
 
 
 def test_uneven_parts() -> None:
@@ -275,7 +312,7 @@ def test_a_world_of_no_ranks_and_an_unknown_backend_are_refused() -> None:
         Hub(0, 1.0)
     with pytest.raises(ValueError, match="unknown backend 'glo'; known: in_memory, gloo"):
         joined.join("glo", Joining(0, 1, Path(), 1.0, False))
-    with pytest.raises(ValueError, match="needs one hub"):
+    with pytest.raises(ValueError, match="ranks the same hub"):
         joined.join("in_memory", Joining(0, 2, Path(), 1.0, False, Hub(3, 1.0)))
 
 

@@ -410,8 +410,8 @@ def test_nccl_meets_every_strategy_and_one_gpu_leaves_some_of_each() -> None:
     names -= {"pytorch/ddp_compressed", "pytorch/post_local_sgd"}
     names -= {"reference/local_sgd", "reference/diloco", "reference/async_sgd"}
     names -= {"reference/elastic"}
-    # Cut positions and experts have no cells on GPUs so far.
-    names -= {"reference/context", "reference/expert"}
+    # Cut positions of PyTorch have no cells on GPUs so far.
+    names -= {"pytorch/context"}
     of_nccl = [case for case in cases if case.backend == "nccl"]
     assert {case.implementation for case in of_nccl} == names
     assert {case.implementation for case in of_nccl if case.world == 1} == names

@@ -95,7 +95,7 @@ def test_the_drawing_has_a_line_and_a_name_for_each_algorithm() -> None:
         (["--algorithm", "rign"], "unknown algorithm (rign) - did you mean ring?"),
         (["--algorithm", "hierarchical"], "hierarchical needs full nodes: 2 ranks, 0 per node"),
         (["--world", "3", "--ranks-per-node", "2"], "give --ranks-per-node a divisor of --world"),
-        (["--world", "1"], "one rank sends nothing"),
+        (["--world", "1"], "1 rank sends nothing"),
         (["--bytes", "6"], "--bytes: this is not a valid size (6)"),
         (["--backend", "glo"], "unknown backend (glo) - did you mean gloo?"),
         (["--backend", "gloo_cuda"], "cannot send from one rank to another"),

@@ -377,7 +377,7 @@ def test_a_pipeline_is_as_long_as_its_bubble() -> None:
     eight = plan("pipe", 3, micro_batches=(8,), options={"schedule": "1f1b"})
     assert curve.pipeline_stretch(eight) == pytest.approx(1 + 2 / 8)
     assert curve.pipeline_stretch(plan("replicate", 3)) == 1.0
-    with pytest.raises(NoCostModel, match="3 units are too few for the stages of 4 ranks"):
+    with pytest.raises(NoCostModel, match="4 stages need 4 units, and the model has 3"):
         curve.facts_at(eight, "pipe", 4)
 
 

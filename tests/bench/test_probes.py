@@ -268,7 +268,7 @@ def test_an_operation_without_a_probe_is_named() -> None:
     class Nowhere:
         device, size, rank = "cpu", 2, 0
 
-    with pytest.raises(ValueError, match="no probe for 'gossip'"):
+    with pytest.raises(ValueError, match="no probe measures 'gossip'"):
         probes.Probes(Nowhere(), {"gossip": [8]}).sweep()  # type: ignore[arg-type]
 
 

@@ -359,7 +359,7 @@ def test_commands_know_timed_files() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("strong", "data-parallel"), "scenarios are of two kinds"),
+        (("strong", "data-parallel"), "speed and scaling scenarios are mixed"),
         (("strong", "-k", "nothing_like_it"), "matches no cell"),
         (("strong", "--backend", "glue"), "gloo"),
         (("strong", "--world", "1"), "1 rank is always timed, as the base"),

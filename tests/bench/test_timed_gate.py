@@ -93,11 +93,15 @@ def test_a_comparison_that_broke_breaks(gate: Judge) -> None:
 
 def test_a_ratio_that_was_not_measured_again_is_missed(gate: Judge) -> None:
     """A comparison that got no two blocks within its budget has no slowdown to show."""
-    new = made.bench("zero1", verdict="inconclusive", reason="1 whole blocks: an interval needs 2")
+    new = made.bench(
+        "zero1",
+        verdict="inconclusive",
+        reason="an interval needs at least 2 whole blocks, and there are 1",
+    )
     del new["ratio"], new["log"]
     found = gate([*made.results(1), made.bench("zero1")], [*made.results(1), new])
     assert states(found) == [("breaks", "missing")]
-    assert found.findings[0].message.endswith("an interval needs 2")
+    assert found.findings[0].message.endswith("and there are 1")
     refused = made.scaling("ddp", verdict="oversubscribed", efficiency=None, wrapping=None)
     found = gate([made.scaling("ddp", verdict="holds")], [refused])
     assert states(found) == [

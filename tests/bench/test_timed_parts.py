@@ -91,4 +91,8 @@ def test_times_of_two_machines_are_not_put_together(
     assert code == 3 and "part 1 of 2 is missing: 2 comparisons left out" in out
     judged_elsewhere["fingerprint"] = Fingerprint(cpu="Another 1", cores=64)
     code, _, err = command("merge", first, part("third", 2), "--into", str(tmp_path / "x"))
-    assert code == 2 and "the parts are of two machines: " in err and "(Another 1, 64 cores)" in err
+    assert (
+        code == 2
+        and "the parts have different machines: " in err
+        and "(Another 1, 64 cores)" in err
+    )

@@ -23,9 +23,9 @@ EXPECTED = {
     "bad_implementations:RetellsFlat": ("pass", ""),
     "bad_implementations:RetellsFirstElements": (
         "fail",
-        "an evaluation leaves parameters on rank 0 in different pieces, with the same values",
+        "evaluate() keeps the values, but changes the pieces, of parameters on rank 0",
     ),
-    "bad_implementations:RetellsOtherValues": ("fail", "evaluation changes parameters on rank 0"),
+    "bad_implementations:RetellsOtherValues": ("fail", "evaluate() changes parameters on rank 0"),
     "bad_implementations:RenamedParameters": ("fail", "'module."),
     "bad_implementations:OwnedTwice": ("fail", "owned more than once"),
     "bad_implementations:OwnedByNobody": ("fail", "owned by no rank"),
@@ -33,7 +33,7 @@ EXPECTED = {
     "bad_implementations:WrongShape": ("fail", "expected torch.float64"),
     "bad_implementations:WrongDtype": ("fail", "torch.float16"),
     "bad_implementations:RaisesInStep": ("crash", "the bucket has no elements"),
-    "bad_implementations:ObservesNothing": ("fail", "never observed"),
+    "bad_implementations:ObservesNothing": ("fail", "was never called"),
     "bad_implementations:ReturnsNonsense": ("fail", "StepResult"),
     "bad_implementations:ClaimsTooMuch": ("fail", "without declaring"),
     "bad_implementations:UnknownStrategy": ("fail", "unknown strategy 'dpd'"),
@@ -86,5 +86,5 @@ def test_verdict_and_sentence(results: dict[str, dict[str, Any]], name: str) -> 
     assert says in result.reason, result.reason
     assert result.rerun.startswith("shardproof run")
     if (own := name.partition(":")[2]) in bad_implementations.WRONG_TYPES:
-        said = ("point of observation", "observed", "is not a known word")
+        said = ("unknown point", "observe(", "is not a known word")
         assert own in result.reason or any(words in says for words in said)

@@ -179,7 +179,7 @@ def test_a_declared_loss_factor_is_told_wherever_the_depth_is(
     [
         ("LosesTheLoss", "loss_factor 'world - world' is 0 in this case"),
         ("DividesByNothing", "division by zero for this case"),
-        ("SparsePieces", "SparsePieces.local_state: cannot pack a torch.sparse_coo tensor"),
+        ("SparsePieces", "SparsePieces.local_state: cannot store a torch.sparse_coo tensor"),
     ],
 )
 def test_what_means_nothing_is_the_systems_fault(

@@ -55,7 +55,12 @@ faults:
         ("rank: 1}}", "rank: 3}}", 13, "no such rank in replicate2 (3) - valid: 0 to 1"),
         ("kind: raise", "kind: rise", 13, "unknown value (rise) - "),
         ("phase: backward", "phase: forwards", 13, "unknown value (forwards) - did you mean"),
-        ("step: 1", "step: 2", 13, "this step has no phase backward (2) - valid: 0 to 1"),
+        (
+            "step: 1",
+            "step: 2",
+            13,
+            "phase backward does not occur in this step (2) - valid: 0 to 1",
+        ),
         (", expect: {verdict: crash, rank: 1}", "", 13, "missing key faults[0].expect - add"),
         ("verdict: crash, ", "", 13, "missing key faults[0].expect.verdict - add"),
         ("verdict: crash", "verdict: broken", 13, "unknown value (broken)"),
@@ -116,7 +121,7 @@ def outcomes(injected: float | None = 1.0, looks: int = 200) -> list[RankOutcome
         (
             {"outcomes": outcomes(looks=241)},
             "fail",
-            "expected an end at most 240 looks after the fault, not at the watchdog's look 241",
+            "expected an end within 240 looks of the watchdog, not 241 in which ranks could not",
         ),
     ],
 )

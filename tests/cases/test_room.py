@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def test_no_case_is_thought_to_need_more_than_any_ever_had() -> None:
     elements: dict[str, int] = {}
     assert room.bytes_of(cases("async-orders", "full")[0], elements) == room.MOST_BYTES
     assert room.bytes_of(cases("collectives")[0], elements) <= room.MOST_BYTES
+
+
+def test_a_case_whose_model_has_no_form_in_its_lane_is_counted_all_the_same() -> None:
+    case = replace(cases("mixtures", "full")[0], lane="working_precision")
+    assert 0 < room.bytes_of(case, {}) < room.MOST_BYTES
 
 
 def test_a_run_is_refused_before_it_leaves_anything(

@@ -93,9 +93,12 @@ def test_a_sampler_trains_nothing(results: dict[str, Any]) -> None:
         ({"samples": 0}, "epochs: samples = 0: must be an integer >= 1"),
         ({"shuffle": 1}, "epochs: shuffle = 1: must be one of True, False"),
         ({"tail": "padded"}, "epochs: tail = 'padded': must be one of 'pad', 'drop', 'uneven'"),
-        ({"into": 2}, "epochs: into = 2: this needs resume_at as well"),
+        ({"into": 2}, "epochs: into = 2 also needs resume_at"),
         ({"resume_at": 1, "into": 1025}, "epochs: into = 1025; valid: up to 1024"),
-        ({"resume_at": 1, "resume_epoch": 3}, "resume_epoch = 3: no such epoch; valid: 0 to 2"),
+        (
+            {"resume_at": 1, "resume_epoch": 3},
+            "resume_epoch = 3 does not exist; valid: 0 to 2",
+        ),
     ],
 )
 def test_knobs_that_mean_nothing_are_refused(params: dict[str, Any], says: str) -> None:

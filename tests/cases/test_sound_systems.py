@@ -100,7 +100,7 @@ ROWS: list[tuple[str, dict[str, int], dict[str, Any], str, str]] = [
         {"replicate": 2},
         {"workload": WorkloadSpec(f"{HERE_IS}narrow"), "lane": "bitwise", "dtype": "float32"},
         "precondition",
-        "has no form wider than float32",
+        "has no version in a wider dtype than float32",
     ),
 ]
 

@@ -41,7 +41,7 @@ def test_a_file_stands_where_the_folder_should(form: str, tmp_path: Path) -> Non
     for root in (file, file / "inside", file / "far" / "inside"):
         said = refused(root, form)
         assert said.startswith(f"{file}: this path cannot be used: "), said
-        assert "a file stands where a folder must be: name another folder" in said
+        assert "this path is a file, but must be a folder: name another folder" in said
     assert file.read_text() == "mine"
 
 

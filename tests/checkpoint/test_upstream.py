@@ -148,7 +148,9 @@ def test_the_newest_stay_and_what_was_cut_short_is_no_checkpoint(tmp_path: Path)
     assert len(list(tmp_path.iterdir())) == 2
     (tmp_path / "step-00000004" / folders.DCP).unlink()
     assert folders.find(tmp_path).name == "step-00000003"
-    with pytest.raises(FileNotFoundError, match=r"holds no checkpoint: neither \.metadata nor"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no checkpoint at this path: neither \.metadata nor"
+    ):
         folders.find(tmp_path / "step-00000004")
 
 

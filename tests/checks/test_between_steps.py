@@ -15,7 +15,7 @@ def test_a_system_that_evaluates_and_then_refuses_is_told() -> None:
     records = [SimpleNamespace(rank=rank, evaluations=[first], full_state=None) for rank in (0, 1)]
     evidence: Any = SimpleNamespace(records=records, ranks=dict(enumerate(records)), steps=range(4))
     (row,) = between_steps.measure(evidence, 1e-12)
-    assert row.problem == "evaluates before step 2, and refuses before the last step"
+    assert row.problem == "evaluate() works before step 2, not before the last step"
     silent = SimpleNamespace(rank=0, evaluations=[], full_state=None)
     never: Any = SimpleNamespace(records=[silent], ranks={0: silent}, steps=range(4))
     assert between_steps.measure(never, 1e-12) == []

@@ -49,7 +49,7 @@ def test_it_tells_micro_batches_and_zeros(shares: list[list[Tensor]]) -> None:
     held = [(sum(whole) - shares[2][1])[:30], torch.zeros(10, dtype=torch.float64)]
     assert sums(held, shares).by_element() == (
         "in 30 of 40 wrong elements, of 'w', micro-batch 1 of data coordinate 2 is missing; "
-        "in 10 of 40 wrong elements, of 'w', all is zero"
+        "in 10 of 40 wrong elements, of 'w', all values are zero"
     )
 
 

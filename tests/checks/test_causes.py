@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from made_case import made_case
 from shardproof import registry
 from shardproof.cases.kills import pair
 from shardproof.cases.runner import run_cases
-from shardproof.checks.causes import fits
+from shardproof.checks.causes import fits, routing
 from shardproof.checks.causes.fits import said, same_of_loss
 from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
@@ -96,12 +98,26 @@ def test_what_a_wrong_loss_says_of_gradients(loss: str, gradients: str, is_same:
     assert same_of_loss(loss, gradients) is is_same
 
 
+@pytest.mark.parametrize("shows_buffers", [True, False])
+def test_experts_are_blamed_only_if_their_tokens_were_counted(shows_buffers: bool) -> None:
+    counts = {"mlp.load": torch.tensor([3, 1]), "mlp.dropped": torch.zeros(2)}
+    held = {name: {0: tensor} for name, tensor in counts.items() if shows_buffers}
+    step = SimpleNamespace(routed=[{"mlp": counts["mlp.load"]}], buffers=[counts])
+    evidence: Any = SimpleNamespace(
+        case=made_case("reference/expert", {"expert": 2}),
+        truth=SimpleNamespace(steps=[step]),
+        observed=lambda *_: SimpleNamespace(tensors=held),
+    )
+    assert routing.of_choices(evidence, 0) == ""
+    assert bool(routing.of_experts(evidence, 0)) == shows_buffers
+
+
 #: One fault for every kind of sentence.
 SENTENCES = {
     "ddp_divides_by_world": "every gradient is 3 times too small (3 = ranks)",
     "ddp_never_reduces": "the gradient of data coordinate 0 alone: it was not reduced",
     "ddp_fourth_rank_left_out": "the share of data coordinate 3 is missing",
-    "ddp_reduces_in_fp32": "gradients are as wrong as rounding to float32 makes them",
+    "ddp_reduces_in_fp32": "gradients are those of rounding to float32",
     "ddp_exchanges_equal_buckets": "contains a rank's gradient of 'blocks.2.mlp.up.bias'",
     "tensor_norm_not_summed": "of 'norm.weight' on ranks [0, 1] add up to the expected gradient",
     "tensor_gather_scatters_terms": "in forward order is wrong, every later one is right",

@@ -140,7 +140,7 @@ def test_sound_systems_pass(told: dict[str, dict[str, list[tuple[str, str]]]]) -
         (
             "broken",
             "EqualButStill",
-            "'temperature' never changed: after the last step it is as after setup",
+            "'temperature' was never updated: it still has its value from setup",
         ),
         ("broken", "EqualButApart", "elements of 'temperature'"),
         (
@@ -242,7 +242,10 @@ def test_a_rule_whose_changes_are_below_the_bound_is_undecidable(
     ("system", "says"),
     [
         ("WithoutRulesApart", "replicas 0 and 1 differ"),
-        ("WithoutRulesStill", "never changed: after the last step it is as after setup"),
+        (
+            "WithoutRulesStill",
+            "was never updated: it still has its value from setup",
+        ),
     ],
 )
 def test_state_without_any_rule_is_equal_and_moves(

@@ -46,7 +46,7 @@ def test_a_run_with_faults_of_nodes_resumes_with_them(
     assert told == [{}], "its cases of such faults were skipped as on no nodes"
     assert _exit_code(monkeypatch, *goes_on, "--fault", "kill_node") == BAD_INPUT
     said = " ".join(capsys.readouterr().err.split())
-    assert "a resumed run keeps its cases" in said
+    assert "a resumed run cannot have a new fault" in said
 
 
 def test_a_run_to_go_on_with_is_named(

@@ -54,7 +54,7 @@ def test_without_a_runtime_for_gpus_nothing_is_built(
 
 
 def test_a_torch_for_cpus_is_told_and_how_to_have_another() -> None:
-    with pytest.raises(NoCluster, match=r"have a torch for CPUs.*TORCH=torch==2\.13\.0\+cu"):
+    with pytest.raises(NoCluster, match=r"contain a torch without CUDA.*TORCH=torch==2\.13\.0\+cu"):
         require_gpus(engine_with("runc", "nvidia"), "torch==2.13.0")
     require_gpus(engine_with("runc", "nvidia"), "torch==2.13.0+cu130")
 

@@ -49,7 +49,7 @@ def test_an_address(where: str, means: str) -> None:
     "where", ["", "slurm", "ray://", "ray://a b", "ray://a:0", "ray://a:70000"]
 )
 def test_no_address(where: str) -> None:
-    with pytest.raises(SelectionError, match="--on names no Ray cluster"):
+    with pytest.raises(SelectionError, match="--on is not the address of a Ray cluster"):
         address(where)
 
 
@@ -69,7 +69,7 @@ def test_an_address_of_the_environment(where: str, means: str) -> None:
 
 @pytest.mark.parametrize("where", ["head", "ray://", "http://head:8265"])
 def test_no_address_of_the_environment(where: str) -> None:
-    with pytest.raises(SelectionError, match="names no Ray cluster"):
+    with pytest.raises(SelectionError, match="is not the address of a Ray cluster"):
         address_of_environment(where)
 
 

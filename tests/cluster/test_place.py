@@ -157,7 +157,7 @@ def test_another_program_at_the_port_is_said_by_the_others(
         port = other.getsockname()[1]
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(
-            LaunchError, match=f"a program that is not rank 0 listens at 127.0.0.1:{port}"
+            LaunchError, match=f"another program, not rank 0, listens at 127.0.0.1:{port}"
         ):
             Place(1, 2, "127.0.0.1", port).store()
         for connection in kept:

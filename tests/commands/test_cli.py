@@ -89,8 +89,11 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
         (("mutants", "--impl", "no_such_fault"), "--impl matches no fault (no_such_fault)"),
         (("list", "impls", "-k", "x"), "filters apply to `list cases`"),
         (("report", "no-such-run"), "no such run (no-such-run)"),
-        (("run", "ddp-gpt", "--results", "docs"), "docs: holds files that are not of a run - "),
-        (("mutants", "--results", "docs"), "docs: holds files that are not of a run - "),
+        (
+            ("run", "ddp-gpt", "--results", "docs"),
+            "docs: is neither a run nor empty - ",
+        ),
+        (("mutants", "--results", "docs"), "docs: is neither a run nor empty - "),
         (("run", "ddp-gpt", "--results", ""), "'--results': the name is empty"),
         (("run", "ddp-gpt", "--junit", "docs"), "--junit: Is a directory (docs) - name a file"),
         (("run", "ddp-gpt", "--junit", ""), "--junit: Is a directory (.) - name a file"),

@@ -49,7 +49,7 @@ def test_a_sound_hook_passes(hook: Any) -> None:
         (own.forgets_to_divide, None, "times too large"),
         (own.reduces_even_buckets, None, "it was not reduced"),
         (own.sums_stale, own.Before, "this is the gradient of the step before"),
-        (own.sends_halves, None, "as wrong as rounding to bfloat16 or float16 makes them"),
+        (own.sends_halves, None, "are those of rounding to bfloat16 or float16"),
     ],
 )
 def test_a_wrong_hook_fails(hook: Any, state: Any, says: str) -> None:
@@ -309,8 +309,11 @@ def test_what_is_declined_must_mean_something(system: Any, says: str) -> None:
         ({"implementation": "plain", "state": own.Before}, "state= needs hook="),
         ({"tensor_plan": own.NO_PLAN}, "'colwise' is not a ParallelStyle"),
         ({"schedule": own.Before}, "is not a schedule class of torch.distributed.pipelining"),
-        ({"schedule": "own_things:three.csv"}, "there is no file three.csv next to own_things"),
-        ({"implementation": "plain", "settings": "sgd"}, "settings= belongs to an optimizer"),
+        ({"schedule": "own_things:three.csv"}, "file three.csv does not exist next to own_things"),
+        (
+            {"implementation": "plain", "settings": "sgd"},
+            "settings= has no effect without a function",
+        ),
     ],
 )
 def test_what_cannot_be_judged_is_refused_before_anything_runs(

@@ -143,7 +143,7 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"worlds": (0,)}, r"prove: mesh\[0\].replicate\[0\]: should be .* equal to 1 \(0\)"),
         ({"worlds": 1025}, r"mesh\[0\].replicate\[0\]: should be less than .* 1024 \(1025\)"),
         ({"worlds": "2"}, r"should be a valid integer \('2'\) - write 2 without quotes"),
-        ({"worlds": ()}, "there are no cases - name a world"),
+        ({"worlds": ()}, "no case is left - give a world"),
         ({"worlds": (2, True)}, r"should be a valid integer \(True\)"),
         (
             {"meshes": [{"foo": 2}]},
@@ -153,8 +153,8 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"meshes": [{}]}, r"mesh\[0\]: should have at least 1 item"),
         ({"axis": "rows"}, r"unknown key mesh\[0\].rows .* pipe, replicate, shard, tensor"),
         ({"lanes": ("nolane",)}, r"lane\[0\]: unknown value \(nolane\) - valid names: bitwise"),
-        ({"lanes": ()}, "there are no cases"),
-        ({"backends": ()}, "there are no cases"),
+        ({"lanes": ()}, "no case is left"),
+        ({"backends": ()}, "no case is left"),
         ({"checks": ("none",)}, r"unknown check \(none\) - checks: .*equivalence"),
         ({"checks": ()}, r"checks: should have at least 1 item"),
         ({"dtype": "int8"}, r"unknown value \(int8\) - valid names: bfloat16"),
@@ -207,7 +207,7 @@ def test_prove_refuses_torchs_own_classes_and_says_what_to_write() -> None:
         told = str(refused.value)
         assert "def mine(groups, settings): return AdamW(groups, **settings.arguments)" in told
         assert "optimizer='adamw'" in told
-    with pytest.raises(SelectionError, match="torch's own class takes other arguments than"):
+    with pytest.raises(SelectionError, match="this class of torch cannot be called with"):
         prove(optimizer="torch.optim:SGD", worlds=(1,))
 
 
@@ -279,7 +279,7 @@ def test_prove_names_a_command_that_reruns_and_hides_no_earlier_result(
     assert program == "shardproof"
     code, out, err = command(*words, "--dry-run")
     assert (code, out.split()) == (0, [row["case"]]), (row["rerun"], err)
-    with pytest.raises(SelectionError, match="this run has a different case of that id"):
+    with pytest.raises(SelectionError, match="this run has another case with the same id"):
         prove(name, worlds=(1,), results=run, steps=1)
     assert [case.verdict for case in read(run).cases] == ["fail"]
 

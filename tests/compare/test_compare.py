@@ -225,7 +225,7 @@ def test_another_cell_or_data_set_is_another_case(run: Run) -> None:
         line["case"] |= {"deadline": 1.0, "source": "elsewhere.yaml:1", "xfail": "why"}
 
     [why] = both(run, old, made.changed(old, 0, batch)).apart.values()
-    assert why == "a different case of this id: workload.global_batch: 24, now 48"
+    assert why == "another case had this id: workload.global_batch: 24, now 48"
     [why] = both(run, old, made.changed(old, 1, data)).apart.values()
     assert why == "different data sets, by their digests"
     assert both(run, old, made.changed(old, 2, deadline)).unchanged

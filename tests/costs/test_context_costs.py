@@ -94,7 +94,7 @@ def test_work_is_balanced_but_for_a_contiguous_cut() -> None:
     facts, ranks, length = context(4, "ring").facts, 4, 32
     part = length // ranks
 
-    def work(cut: str, method: str = "ring") -> list[int]:
+    def work(cut: str, method: str = "ring") -> list[int | Fraction]:
         exchange = Exchange(facts, method, cut)
         return [exchange.scores(place, length) for place in range(ranks)]
 

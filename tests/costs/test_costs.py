@@ -465,9 +465,9 @@ def test_fsdp1_counts_a_tensor_of_no_elements_where_it_lies_inside_a_shard() -> 
 @pytest.mark.parametrize(
     ("strategy", "chosen", "says"),
     [
-        ("fsdp1", {"sharding_strategy": "FULL_SHARD"}, "no formula gives the traffic"),
+        ("fsdp1", {"sharding_strategy": "FULL_SHARD"}, "no traffic formula"),
         ("fsdp1", {"sharding_strategy": "SHARD_GRAD_OP"}, ""),
-        ("fsdp2", {"prefetch_forward": 1}, "no formula gives the traffic with prefetch_forward"),
+        ("fsdp2", {"prefetch_forward": 1}, "no traffic formula for prefetch_forward"),
         ("fsdp2", {"prefetch_forward": 1, "reshard_after_forward": False}, "prefetch_forward"),
         ("fsdp2", {}, ""),
     ],

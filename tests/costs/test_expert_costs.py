@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
-from shardproof.costs.expert import ExpertParallel, cannot_share_experts
-from shardproof.costs.model import NoCostModel
+from shardproof.costs.expert import ExpertParallel, cannot_share_experts, folded
+from shardproof.costs.hybrid import Hybrid
+from shardproof.costs.model import Flow, NoCostModel
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
 
 #: Four experts of a 3 x 2 and a 2 x 3 matrix, and a dense parameter of 5 elements.
@@ -78,7 +81,7 @@ def test_counts_of_rows_are_control_messages() -> None:
 
 
 def test_without_an_oracle_no_formula_gives_the_bytes() -> None:
-    with pytest.raises(NoCostModel, match="no oracle tells where tokens go"):
+    with pytest.raises(NoCostModel, match="the choices of the router are unknown"):
         ExpertParallel(replace(FACTS, routed=())).flows()
 
 
@@ -94,3 +97,58 @@ def test_ranks_that_do_not_divide_the_experts_are_told() -> None:
     )
     none = replace(facts, parameters=(DENSE,))
     assert "the model has no experts; set expert to 1" in cannot_share_experts(none)
+
+
+# ------------------------------------------------------- experts folded over the data axes
+
+
+def fold(axes: dict[str, int], ranks: int, **options: Any) -> ModelFacts:
+    """The facts of a hybrid whose experts ``ranks`` neighbours divide."""
+    options = {"experts": {"ranks": ranks}, "context": {"method": "all_gather"}, **options}
+    steps = (tuple({"mlp": (1, 2, 5, 1)} for _ in range(8)),)
+    return replace(
+        FACTS, axes=axes, options=options, routed=steps, micro_batches=(1,), clipped=False
+    )
+
+
+def test_experts_have_a_mesh_of_their_own_under_which_ranks_keep_their_numbers() -> None:
+    axes = {"replicate": 2, "shard": 4, "context": 4}
+    assert folded(fold(axes, 2)) == axes | {"context": 2, "expert": 2}
+    assert folded(fold(axes, 8)) == axes | {"shard": 2, "context": 1, "expert": 8}
+    assert [*folded(fold({"pipe": 2, "shard": 2, "tensor": 2}, 2))] == [
+        "pipe",
+        "shard",
+        "context",
+        "expert",
+        "tensor",
+    ]
+
+
+def test_folded_experts_are_summed_over_those_that_hold_the_same() -> None:
+    flows = Counter[tuple[str, str]]()
+    for one in Hybrid(fold({"shard": 4}, 2)).flows():
+        flows[one.axis, one.operation] += int(one.bytes)
+    # All four sum 5 elements; two groups of two have half of 48 elements each.
+    assert flows["shard", "all_reduce"] == 2 * 3 * 5 * 8 + 2 * (2 * 1 * 24 * 8)
+    # Places 0 send 6 rows away and places 1 send 3; out and back, forward and backward.
+    assert flows["shard", "all_to_all"] == 4 * 2 * (6 + 3) * 16
+
+
+def test_sharded_experts_are_gathered_and_reduced_once_a_step() -> None:
+    facts = replace(fold({"shard": 4}, 2, experts={"ranks": 2, "data": "fsdp"}), micro_batches=(3,))
+    flows = {(f.axis, f.operation): int(f.bytes) for f in Hybrid(facts).flows()}
+    assert flows["shard", "all_gather"] == flows["shard", "reduce_scatter"] == 2 * 1 * 24 * 8
+    held = Hybrid(facts).resident(0, 0, 0)
+    assert held["parameters"] == held["gradients"] == (5 + 12) * 8
+
+
+def test_context_ranks_that_share_experts_send_rows_of_their_own_positions() -> None:
+    def flow(rows: tuple[int, ...]) -> Flow:
+        facts = fold({"context": 2}, 2)
+        routed = (({"mlp": rows}, {"mlp": (0, 0, 0, 0)}),)
+        flows = Hybrid(replace(facts, routed=routed)).flows()
+        return next(one for one in flows if one.operation == "all_to_all")
+
+    assert flow((0, 0, 3, 1)).axis == "context"
+    assert flow((0, 0, 3, 1)).bytes == 4 * 4 * 16
+    assert flow((2, 2, 0, 0)).bytes == 0

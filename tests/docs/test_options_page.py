@@ -13,9 +13,10 @@ import yaml
 from shardproof import registry
 from shardproof.contract import ScalerSpec
 from shardproof.impls.deepspeed import checkpoint as deepspeed_checkpoint
-from shardproof.impls.deepspeed import json_form
+from shardproof.impls.deepspeed import json_form, ulysses
 from shardproof.impls.deepspeed import pipeline as deepspeed_pipeline
 from shardproof.impls.ecosystem import fairscale_sharded_ddp
+from shardproof.impls.pytorch import context as pytorch_context
 from shardproof.impls.pytorch import ddp as pytorch_ddp
 from shardproof.impls.pytorch import (
     ddp_compressed,
@@ -80,6 +81,7 @@ TAKEN: dict[str, Any] = {
     "pytorch/fsdp1": fsdp1.Options,
     "pytorch/fsdp2": fsdp2.Options,
     "pytorch/tensor_parallel": tensor_parallel.Options,
+    "pytorch/context": pytorch_context.Options,
     "pytorch/pipelining": pipelining.Options,
     "pytorch/hybrid": hybrid.Options,
     "pytorch/ddp_hook": ddp_hook.Options,
@@ -89,10 +91,11 @@ TAKEN: dict[str, Any] = {
     "pytorch/tensor_plan": tensor_plan.Options,
     "pytorch/distributed_sampler": distributed_sampler.Options,
     "deepspeed/pipeline": deepspeed_pipeline.Options,
+    "deepspeed/ulysses": ulysses.Options,
     "ecosystem/fairscale_sharded_ddp": fairscale_sharded_ddp.Options,
 }
 WITHOUT = {"plain", "pytorch/collectives", "reference/sampler", "reference/stopping"}
-WITHOUT |= {"pytorch/elastic_distributed_sampler"}
+WITHOUT |= {"pytorch/elastic_distributed_sampler", "deepspeed/moe"}
 WITHOUT |= {name for name in registry.names() if name.startswith("ecosystem/")} - {*TAKEN}
 
 

@@ -57,10 +57,19 @@ def test_an_empty_shard_is_fine() -> None:
             "3 elements are owned more than once, by ranks [0, 1]",
         ),
         ({0: [rows(0, 4)], 1: [rows(0, 4)]}, "12 elements are owned more than once"),
-        ({0: [rows(0, 2)], 1: [piece(FULL[2:], slices=[[2, 5], [0, 3]])]}, "rank 1 claims"),
-        ({0: [piece(FULL[:2], slices=[[0, 4], [0, 3]])]}, "rank 0 holds shape (2, 3)"),
-        ({0: [rows(0, 4)], 1: [piece(FULL, global_shape=[3, 4])]}, "disagree on the global shape"),
-        ({0: [piece(FULL.reshape(-1), flat_range=[0, 13])]}, "rank 0 claims flat range 0:13"),
+        ({0: [rows(0, 2)], 1: [piece(FULL[2:], slices=[[2, 5], [0, 3]])]}, "rank 1 reports ["),
+        (
+            {0: [piece(FULL[:2], slices=[[0, 4], [0, 3]])]},
+            "rank 0: piece [0:4, 0:3] has shape",
+        ),
+        (
+            {0: [rows(0, 4)], 1: [piece(FULL, global_shape=[3, 4])]},
+            "report different global shapes",
+        ),
+        (
+            {0: [piece(FULL.reshape(-1), flat_range=[0, 13])]},
+            "rank 0 reports flat range 0:13",
+        ),
     ],
 )
 def test_problems_name_rank_and_region(per_rank: Any, says: str) -> None:

@@ -206,15 +206,16 @@ def test_what_is_no_kill(own: Any, parent: Any, says: str) -> None:
 def test_a_crash_counts_only_with_the_words_that_the_mutant_expects() -> None:
     chosen = pair(registry.load_mutant("hybrid_reduces_after_every_window"))
     clean, own = _result(equivalence="pass"), _result("crash")
-    own.reason = (
-        "rank 0 raised RuntimeError: 'a' received a gradient after its bucket had been sent"
-    )
+    own.reason = "rank 0 raised RuntimeError: 'a' received a second gradient in one micro-batch"
     killed = judge_kill(chosen, own, clean)
     assert killed.killed and killed.crash_says in own.reason
     own.reason = "rank 0 raised AttributeError: no 'given'"
     other = judge_kill(chosen, own, clean)
     assert not other.killed
-    assert "does not say 'received a gradient" in other.why_not and "no 'given'" in other.why_not
+    assert (
+        "does not say 'received a second gradient" in other.why_not
+        and "no 'given'" in other.why_not
+    )
 
 
 def test_where_time_may_run_out_every_pair_of_check_and_class_comes_first(monkeypatch: Any) -> None:

@@ -93,4 +93,4 @@ def test_events_that_are_no_history_are_named(wrong: list[Event]) -> None:
 
 def test_a_history_with_holes_is_a_problem() -> None:
     found = truth(make(SMALL), OptimizerSpec(), [2, 2], events()[:3])
-    assert found.problem == "3 updates are reported, 4 batches were fed"
+    assert found.problem == "the system reported 3 updates, expected 4"

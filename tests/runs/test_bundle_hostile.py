@@ -45,8 +45,8 @@ def special(kind: bytes, name: str = "r/x", target: str = "/etc/passwd") -> tarf
         (special(tarfile.BLKTYPE), "a device"),
         (special(tarfile.FIFOTYPE), "a pipe"),
         (special(tarfile.DIRTYPE), "a folder"),
-        (special(tarfile.CONTTYPE), "no plain kind"),
-        (special(tarfile.GNUTYPE_SPARSE), "no plain kind"),
+        (special(tarfile.CONTTYPE), "an unknown kind"),
+        (special(tarfile.GNUTYPE_SPARSE), "an unknown kind"),
     ],
     ids=lambda value: repr(value.type) if isinstance(value, tarfile.TarInfo) else str(value),
 )

@@ -104,7 +104,7 @@ def test_another_case_of_a_planned_id_is_refused(run: Path) -> None:
     other = replace(first, steps=first.steps + 1)
     with (
         RunFolder(run, ["run"]) as folder,
-        pytest.raises(SelectionError, match="a different case of"),
+        pytest.raises(SelectionError, match="another case with the same id"),
     ):
         folder.plan([other])
     assert (run / "planned.jsonl").read_bytes() == before

@@ -234,13 +234,16 @@ def test_parts_that_do_not_belong_together_are_refused(
     with RunFolder(whole, ["run"]) as folder:
         folder.plan(CASES)
     for runs, says in (
-        ((first, third), "the parts are of two selections"),
+        ((first, third), "the parts have different selections"),
         (
             (first, other),
             f"{first} (9 items in 2 parts, digest {_cut(CASES, Shard(1, 2)).digest[:12]}) and",
         ),
         ((first, again), f"part 1 of 2 is given twice: {first} and {again}"),
-        ((older, second), f"the parts are of two versions of the suite: {older} (0.0.9, commit"),
+        (
+            (older, second),
+            f"the parts have different versions of the suite: {older} (0.0.9, commit",
+        ),
         ((third, elsewhere), f"{elsewhere} ({_suite(first)}, commit {'f' * 40}) and"),
         ((first, whole), f"the run is not a part ({whole})"),
     ):

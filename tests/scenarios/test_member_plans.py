@@ -65,7 +65,7 @@ def test_a_plan_gives_every_cell_once_more() -> None:
         ("changes: [{step: 4, members: [0]}]", "there is no such step (4) - valid: 0 to 3"),
         (
             "changes: [{step: 1, members: [0]}, {step: 1, members: [1]}]",
-            "two changes come before one step",
+            "two changes have the same step",
         ),
         (
             "changes: [{step: 1, members: [0]}, {step: 2, members: [1]}]",

@@ -84,8 +84,8 @@ def test_the_judge_knows_whose_gradients_must_come() -> None:
     events = [Event(0, 0, 0, 0), Event(1, 0, 1, 1), Event(2, 1, 0, 2)]
     assert truth(workload, OptimizerSpec(), [2, 1], events).problem is None
     found = truth(workload, OptimizerSpec(), [1, 2], events).problem
-    assert found == "no update by the gradient of worker 1 in step 1 is reported"
-    assert "3 updates are reported, 4" in (
+    assert found == "no reported update uses the gradient of worker 1 in step 1"
+    assert "the system reported 3 updates, expected 4" in (
         truth(workload, OptimizerSpec(), [2, 2], events).problem or ""
     )
 
@@ -93,11 +93,11 @@ def test_the_judge_knows_whose_gradients_must_come() -> None:
 def test_workers_that_all_wait_are_an_error_and_no_endless_search() -> None:
     turns = Turns(in_turn(3, 0), 3, bound=0)
     turns.may = lambda worker: False  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match=r"all workers wait .* taken: \[0, 0, 0\]"):
+    with pytest.raises(RuntimeError, match=r"every worker waits .*each worker: \[0, 0, 0\]"):
         turns.next(clock=0)
     alone = Turns(in_turn(2, 0), 2, bound=0, dies=Death(worker=1, turns=0))
     alone.may = lambda worker: False  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="all workers wait"):
+    with pytest.raises(RuntimeError, match="every worker waits"):
         alone.next(clock=0)
 
 

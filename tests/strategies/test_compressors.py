@@ -356,7 +356,7 @@ def test_options_that_do_not_go_together_are_refused(
             {"replicate": 2, "tensor": 2},
             {"data_options": {"compress": TOPK}},
             OptimizerSpec(),
-            "a rank of the axis 'tensor' holds parts",
+            "each rank of the axis 'tensor' holds a part",
         ),
         (
             "hybrid",

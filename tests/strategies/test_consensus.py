@@ -154,7 +154,7 @@ def test_ranks_that_vote_on_different_steps_all_raise() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({}, "only a rank that asks to stop could end training"),
+        ({}, "no rule ends training"),
         ({"patience": -1}, "'patience' must be at least 0"),
         ({"budget": -2}, "'budget' must be at least 0"),
         ({"patience": 1, "min_delta": -0.1}, "min_delta = -0.1"),

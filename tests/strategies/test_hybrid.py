@@ -24,6 +24,7 @@ from shardproof.costs import Bound, CostModel, NoCostModel, cost_model_class
 from shardproof.costs.expression import facts_of
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.hybrid import Options, ReferenceHybrid
+from shardproof.impls.reference.hybrid.experts import Choices, Fold
 from shardproof.impls.reference.pipeline.stages import Stages
 from shardproof.oracle import training
 from shardproof.workloads import Workload
@@ -36,9 +37,9 @@ SIZES = {"width": 12, "heads": 6, "seq": 6, "vocab": 97}
 Axes = dict[str, int]
 
 
-def work(*traits: str, layers: int = 2, **values: Any) -> Workload:
+def work(*traits: str, layers: int = 2, experts: int = 0, **values: Any) -> Workload:
     values = {"global_batch": 12, "micro_batches": 2} | values
-    params = SIZES | {"layers": layers}
+    params = SIZES | {"layers": layers, "experts": experts}
     return workloads.make(WorkloadSpec("charnames_gpt", traits, **values, params=params))
 
 
@@ -166,8 +167,8 @@ def test_shards_without_replicas_say_what_would_do_on_every_rank() -> None:
         ({"data_options": {"checkpoint": {}}}, "move 'checkpoint' out of 'data_options'"),
         ({"checkpoint": {"keep": 0}}, "'checkpoint.keep' must be at least 1, not 0"),
         ({"checkpoint": {"format": "ful"}}, "did you mean 'full'"),
-        ({"data": "ddp", "offload": "optimizer"}, "'offload': 'data' = 'ddp' has no such option"),
-        ({"schedule": "zb_v", "recompute_every": 1}, "the schedule runs W later than B"),
+        ({"data": "ddp", "offload": "optimizer"}, "'offload' does not exist for 'data' = 'ddp'"),
+        ({"schedule": "zb_v", "recompute_every": 1}, "this schedule computes weight gradients"),
     ],
 )
 def test_options_are_refused_in_words(options: dict[str, Any], text: str) -> None:
@@ -183,6 +184,66 @@ def test_one_policy_of_precision_for_all_axes() -> None:
     assert ReferenceHybrid.schedule({}, 1, 4) is None
     made = ReferenceHybrid.schedule({"schedule": "gpipe"}, 2, 4)
     assert made is not None and made.name == "gpipe"
+
+
+# ------------------------------------------------- experts folded over the data axes
+
+
+def test_expert_groups_are_neighbours_on_shard_x_context() -> None:
+    axes = {"shard": 4, "context": 2, "tensor": 1}
+
+    def body(rank: int, world: int) -> tuple[list[int], list[int]]:
+        joint = (("shard", "context"),)
+        made = Fold(Mesh(axes, joint=joint), Choices(ranks=4))
+        groups = made.across, made.comms["replicate"]
+        across, alike = (sorted(comm.all_gather_object(rank)) for comm in groups)
+        return across, alike
+
+    found = succeed(body, 8)
+    assert [across for across, _ in found] == [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
+    assert [alike for _, alike in found] == [[r % 4, r % 4 + 4] for r in range(8)]
+
+
+def test_ranks_of_an_expert_group_need_as_many_micro_batches() -> None:
+    workload = work(global_batch=3, experts=4)
+    options = {"experts": {"ranks": 2}}
+    assert "unequal_micro_batches" in ReferenceHybrid.capabilities(options).declines
+
+    def body(rank: int, world: int) -> None:
+        system = make(workload, rank, {"shard": 2}, experts={"ranks": 2})
+        system.step(share(workload, 0, system), lambda point: None)
+
+    _, errors = threads(body, 2)
+    for error in errors:
+        assert isinstance(error, Refused)
+        assert "some have 1 and some 2; give all data coordinates the same" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "text"),
+    [
+        ({"shard": 2}, {"experts": {"ranks": 3}}, "of which this mesh has 2; use a number that"),
+        ({"replicate": 2}, {"experts": {"ranks": 2}}, "of which this mesh has 1; use a number"),
+        (
+            {"shard": 2},
+            {"data": "fsdp", "experts": {"ranks": 2}, "offload": "optimizer"},
+            "leave 'offload' out",
+        ),
+        (
+            {"shard": 2},
+            {"experts": {"ranks": 2}, "data_options": {"compress": {"method": "sign"}}},
+            "gradients of experts are not compressed",
+        ),
+    ],
+)
+def test_what_does_not_suit_folded_experts_is_refused(
+    axes: Axes, options: dict[str, Any], text: str
+) -> None:
+    workload = work(experts=4)
+    _, errors = threads(lambda rank, world: make(workload, rank, axes, **options), 2)
+    for error in errors:
+        assert isinstance(error, Refused), error
+        assert text in str(error)
 
 
 # ------------------------------------------------------------------- numbers on any mesh

@@ -105,7 +105,7 @@ REFUSED = [
             "accumulate_without_communication": True,
             "precision": {"parameters": "bfloat16", "reduce": "float32"},
         },
-        "adds micro-batches up in torch.bfloat16; set",
+        "accumulates gradients in torch.bfloat16; set",
     ),
     (ZRO, {"recompute_every": 3}, "valid: 0, 1"),
     (ZRO, {"bucket_bytes": 4096}, "valid: "),

@@ -240,6 +240,12 @@ first.step()
         ("2", 4, ((0, 1), (2, 3))),
         ("0,2/1,3", 4, ((0, 2), (1, 3))),
         ("0-2/3", 4, ((0, 1, 2), (3,))),
+        # Copies lie along replicate and context, or, where state is cut, along replicate alone.
+        ("replicate=2,context=2,tensor=2", 8, ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("replicate=2,shard=1,context=2", 4, ((0, 2), (1, 3))),
+        # Experts differ along their axis; pipe comes first, in whatever order it is written.
+        ("expert=2,replicate=2", 4, ((0, 2), (1, 3))),
+        ("context=2,pipe=2", 4, ((0, 1), (2, 3))),
     ],
 )
 def test_sets_are_read(text: str, world: int, sets: tuple[tuple[int, ...], ...]) -> None:
@@ -255,6 +261,9 @@ def test_sets_are_read(text: str, world: int, sets: tuple[tuple[int, ...], ...])
         ("0,4", "rank 4 does not exist in 4 ranks"),
         ("a/b", "'a' is not a rank"),
         ("0,1/", "a set is empty"),
+        ("data=4", "no axis 'data'; known: pipe, replicate"),
+        ("context=two", "the size of an axis is no number"),
+        ("context=2", "the mesh has 2 ranks, the job 4"),
     ],
 )
 def test_sets_that_make_no_sense_are_refused(text: str, says: str) -> None:

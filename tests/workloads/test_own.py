@@ -84,7 +84,7 @@ def test_chains_are_cut_into_stages_and_others_are_refused() -> None:
     frame = prove("reference/pipeline", workload=CHAIN, worlds=(2, 3))
     assert list(frame["verdict"]) == ["pass", "pass"], list(frame["reason"])
     (row,) = prove("reference/pipeline", workload=ATTENDING, worlds=(2,)).to_dict("records")
-    assert row["verdict"] == "refused" and "is cut only by stages=" in row["reason"]
+    assert row["verdict"] == "refused" and "give a function stages=" in row["reason"]
 
 
 def test_traits_of_the_batch_and_the_lanes_can_be_had() -> None:
@@ -128,7 +128,11 @@ def test_a_scenario_names_it_and_finds_what_it_has(tmp_path: Path) -> None:
         ),
         ("tied: false", "tide: 1", "unexpected keyword argument 'tide' - correct the workload"),
         ("  params:", "  traits: [unused, empty]\n  params:", "the model has no 'empty'"),
-        ("  params:", "  traits: [scalar, conditional_by_rank]\n  params:", "would change the mod"),
+        (
+            "  params:",
+            "  traits: [scalar, conditional_by_rank]\n  params:",
+            "has its own model, which trait",
+        ),
         ("tied: false", "tied: {}", ""),
     ],
 )
@@ -152,7 +156,10 @@ def test_what_is_wrong_in_a_scenario_is_told(tmp_path: Path, old: str, new: str,
         ("DROPPING", "two forwards of one batch .*: 1 .Dropout, p=0.1.*build the model with p=0"),
         ("INFINITE", "the loss of the first batch is nan, in float64"),
         ("SHORT", "returned a tensor of shape .23,., expected 24 samples"),
-        ("MOVING", "varies in its inputs: draw with the given generator only"),
+        (
+            "MOVING",
+            "changes its inputs from call to call: draw with the given generator only",
+        ),
         ("MEAN", "returned one number for targets .24,.: return the loss of each target"),
         ("UNNAMED", "units: the model has no module '5'"),
         ("chain", "is <function chain .*>, not an OwnWorkload"),

@@ -75,7 +75,7 @@ def test_what_judges_cannot_be_replaced(
     written: Callable[..., str], when: str, text: str, name: str
 ) -> None:
     fault, _ = tried(written(**{when: text}))
-    assert f"workload 'patching:mine' replaces {name}, which judges the workload" in fault
+    assert f"workload 'patching:mine' replaces {name}, which the suite needs" in fault
 
 
 def test_what_belongs_to_a_model_may_be(written: Callable[..., str]) -> None:

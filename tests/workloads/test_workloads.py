@@ -203,9 +203,9 @@ def test_a_model_of_ones_own_is_given_roles_or_has_those_of_its_names() -> None:
 
     assert roles(None) == {"head": "classes"}
     assert roles({"up": "column", "head.weight": "row"}) == {"up": "column", "head.weight": "row"}
-    with pytest.raises(WorkloadError, match="roles: the model has no 'down'"):
+    with pytest.raises(WorkloadError, match="no module or parameter 'down' in the model"):
         roles({"down": "row"})
-    with pytest.raises(WorkloadError, match="roles: 'up' is 'wide'; valid: embedding, "):
+    with pytest.raises(WorkloadError, match=r"unknown role 'wide' of 'up'; valid: embedding, "):
         roles({"up": "wide"})  # type: ignore[dict-item]
 
 

@@ -329,7 +329,7 @@ class _Early(Then):
 
 @mutant(
     "backend_says_done_too_soon",
-    says="says that it is done, before rank . has called: the fault is the backend's",
+    says="reports completion, before rank . has called: the fault is the backend's",
     **of("all_reduce"),
 )
 class SaysDoneTooSoon(Faulty):
@@ -345,7 +345,7 @@ class _NoWait(FaultyGroup):
 
 @mutant(
     "backend_barrier_does_not_wait",
-    says="it was over when .* had called it|says that it is done",
+    says="it was over when .* had called it|reports completion",
     zoo=("B08",),
     **of("barrier"),
 )

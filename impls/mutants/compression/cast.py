@@ -19,7 +19,7 @@ from shardproof.impls.reference.parts.reducers import Bucket, Work
 mutant = declare.family(ReferenceDDP, options=sent_by(PLAIN_FP16), killed_by=("equivalence",))
 
 
-@mutant("cast_to_another_dtype", says="as rounding to bfloat16 or float16")
+@mutant("cast_to_another_dtype", says="are those of rounding to bfloat16 or float16")
 class ToAnotherDtype(Cast):
     """Values are rounded to bf16, and sent as fp16."""
 

@@ -56,7 +56,7 @@ class FactorByRank(PowerSGD):
 
 @mutant(
     "powersgd_in_fp32",
-    says="as rounding to float32",
+    says="are those of rounding to float32",
 )
 class InFp32(PowerSGD):
     """The basis is computed in fp32, whatever the dtype of the gradients."""

@@ -26,15 +26,16 @@ GATHERED, HEADS = {"method": "all_gather"}, {"method": "all_to_all"}
 ZIGZAG = {"method": "all_gather", "cut": "zigzag"}
 
 
-class _Masks(Ring):
-    """Attend under other masks."""
+class _Masks:
+    """Attend under other masks; a base in front of a method of attention."""
 
     def attend(self, core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         span: Any = core.span
         right = span.hides
         span.hides = lambda rows, columns: self.hidden(right, span, columns)
         try:
-            return super().attend(core, query, key, value)
+            result: Tensor = super().attend(core, query, key, value)  # type: ignore[misc]
+            return result
         finally:
             del span.hides
 
@@ -44,7 +45,7 @@ class _Masks(Ring):
 
 
 @mutant("context_ring_sees_later_blocks", says="no mask hides keys", killed_by=("equivalence",))
-class SeesLaterBlocks(_Masks):
+class SeesLaterBlocks(_Masks, Ring):
     """Only a rank's own block is masked: queries see keys of later positions elsewhere."""
 
     def hidden(self, right: Any, span: Any, columns: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class SeesLaterBlocks(_Masks):
 
 
 @mutant("context_ring_sees_own_block_only", says="queries see no key", killed_by=("equivalence",))
-class SeesOwnBlockOnly(_Masks):
+class SeesOwnBlockOnly(_Masks, Ring):
     """Blocks of other ranks travel and are not used."""
 
     def hidden(self, right: Any, span: Any, columns: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class SeesOwnBlockOnly(_Masks):
 
 
 @mutant("context_ring_mask_is_off_by_a_block", says="off by one rank", killed_by=("equivalence",))
-class MaskIsOffByABlock(_Masks):
+class MaskIsOffByABlock(_Masks, Ring):
     """A block of another rank is masked as the block before it."""
 
     def hidden(self, right: Any, span: Any, columns: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class MaskIsOffByABlock(_Masks):
 
 @mutant(
     "context_ring_counts_its_own_block_twice",
-    says="'loss' at step 0, forward",
+    says="counts its own block of keys twice in the softmax",
     killed_by=("equivalence",),
 )
 class CountsItsOwnBlockTwice(Ring):
@@ -86,7 +87,7 @@ class CountsItsOwnBlockTwice(Ring):
 
 @mutant(
     "context_ring_merges_in_low_precision",
-    says="'loss' at step 0, forward",
+    says="merged by log-sum-exps in bfloat16",
     killed_by=("equivalence",),
 )
 class MergesInLowPrecision(Ring):
@@ -99,7 +100,7 @@ class MergesInLowPrecision(Ring):
 
 @mutant(
     "context_ring_merges_by_the_largest",
-    says="'loss' at step 0, forward",
+    says="merged by the largest log-sum-exp",
     killed_by=("equivalence",),
 )
 class MergesByTheLargest(Ring):
@@ -114,7 +115,7 @@ class MergesByTheLargest(Ring):
 
 @mutant(
     "context_ring_loses_the_last_gradient",
-    says="qkv",
+    says="lack the terms of the last rank that it travels to",
     killed_by=("equivalence",),
 )
 class LosesTheLastGradient(Ring):
@@ -149,7 +150,7 @@ class GradientsStayWithTheNeighbour(Ring):
 
 @mutant(
     "context_ring_forgets_what_came",
-    says="qkv",
+    says="have the terms of the last rank that it travels to only",
     killed_by=("equivalence",),
 )
 class ForgetsWhatCame(Ring):
@@ -182,6 +183,20 @@ class RecomputesWithoutMessages(Ring):
         return (lambda: tensor) if self.again else super().pass_on(tensor, length)
 
 
+@mutant(
+    "context_ring_scores_what_is_hidden",
+    says="expected 4,096 floating-point operations of attention, counted 12,288",
+    killed_by=("active",),
+)
+class ScoresWhatIsHidden(Ring):
+    """Every block is scored as a whole, and what no query sees of it is masked then."""
+
+    @staticmethod
+    def seen_of(hides: Tensor) -> Seen:
+        rows, columns = (torch.arange(size) for size in hides.shape[-2:])
+        return Seen(rows, columns, hides if hides.dim() == 2 else hides[:, :, None], len(columns))
+
+
 @mutant("context_ring_sends_blocks_twice", says="recv: 84 calls", killed_by=("traffic",))
 class SendsBlocksTwice(Ring):
     """Each message is sent once more, and what comes first is thrown away."""
@@ -196,7 +211,7 @@ class SendsBlocksTwice(Ring):
 
 @mutant(
     "context_gather_keeps_its_own_gradient",
-    says="reduce_scatter|qkv",
+    says="have the terms of its own queries only",
     killed_by=("equivalence", "traffic"),
     options=GATHERED,
 )
@@ -209,26 +224,21 @@ class GatherKeepsItsOwnGradient(Gathered):
 
 @mutant(
     "context_gathers_in_order_of_ranks",
-    says="'loss' at step 0, forward",
+    says="masked as if each rank had the next positions",
     killed_by=("equivalence",),
     options=ZIGZAG,
 )
-class GathersInOrderOfRanks(Gathered):
+class GathersInOrderOfRanks(_Masks, Gathered):
     """Gathered keys are masked as if each rank had the next positions, but chunks alternate."""
 
-    def attend(self, core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        span: Any = core.span
-        right = span.hides
-        span.hides = lambda rows, columns: right(rows, columns.sort().values)
-        try:
-            return super().attend(core, query, key, value)
-        finally:
-            del span.hides
+    def hidden(self, right: Any, span: Any, columns: Tensor) -> Tensor:
+        mask: Tensor = right(span.rows, columns.sort().values)
+        return mask
 
 
 @mutant(
     "context_gathers_in_float32",
-    says="all_gather",
+    says="axis context, all_gather: .* 2 times narrower, as another dtype",
     killed_by=("equivalence", "traffic"),
     options=GATHERED,
 )
@@ -241,7 +251,7 @@ class GathersInFloat32(Gathered):
 
 @mutant(
     "context_scatters_the_mean",
-    says="qkv",
+    says="are averaged over ranks, not summed",
     killed_by=("equivalence",),
     options=GATHERED,
 )
@@ -254,7 +264,7 @@ class ScattersTheMean(Gathered):
 
 @mutant(
     "context_repeats_heads_in_turn",
-    says="'loss' at step 0, forward",
+    says="share are repeated in turn, not each by itself",
     killed_by=("equivalence",),
     workload=gpt(heads=4, kv_heads=2),
     mesh={"context": 4},
@@ -271,7 +281,7 @@ class RepeatsHeadsInTurn(Heads):
 
 @mutant(
     "context_heads_come_back_elsewhere",
-    says="'loss' at step 0, forward",
+    says="heads come back from the ranks .* in another order",
     killed_by=("equivalence",),
     mesh={"context": 2},
     options=HEADS,

@@ -6,6 +6,7 @@ ranks add up: losses, gradients, the norm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from shardproof.contract import Batch, MicroBatch
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import CLIP, gpts
 from shardproof.impls.reference.context import ContextParallel, ReferenceContext
+from shardproof.impls.reference.context.cuts import positions
 from shardproof.impls.reference.ddp import DDP
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart
@@ -79,7 +81,7 @@ class CutsAlongSamples(ContextParallel):
 
 @mutant(
     "context_padding_in_the_loss",
-    says="'loss' at step 0, forward|counts twice",
+    says="position 4 of every sample counts twice in the loss",
     killed_by=("equivalence",),
     workload=gpt(seq=11),
 )
@@ -116,7 +118,7 @@ class MissesRanksWithoutTargets(ReferenceContext):
 
 @mutant(
     "context_evaluates_what_divides",
-    says="evaluation",
+    says="position 10 of every sample is not in the loss",
     killed_by=("equivalence",),
     workload=gpt(seq=11),
 )
@@ -131,6 +133,22 @@ class EvaluatesWhatDivides(ReferenceContext):
 
         windows = tuple(tuple(map(left_out, window)) for window in batch.windows)
         return super().evaluate(replace(batch, windows=windows))
+
+
+@mutant(
+    "context_cuts_in_order",
+    says="expected 13,824 floating-point operations .* not those of .* with cut 'zigzag'",
+    killed_by=("active",),
+    options={"method": "ring", "cut": "zigzag"},
+)
+class CutsInOrder(ContextParallel):
+    """Every cut is contiguous, whatever the option asks for, so the last rank has most of the
+    work.
+    """
+
+    def parts(self, length: int, device: Any) -> Sequence[Tensor]:
+        ranks = range(self.comm.size)
+        return [positions(length, len(ranks), rank, "contiguous").to(device) for rank in ranks]
 
 
 # --------------------------------------------------------------------------- positions, documents
@@ -268,20 +286,28 @@ class AveragesGradients(DDP):
                 parameter.grad /= self.comm.size
 
 
+class _SumsOver(ReferenceContext):
+    """Gradients are summed over one of two axes."""
+
+    along = ""
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Any) -> Handle:
+        whole = super().transform(module, mesh, options)
+        assert isinstance(whole, DDP)
+        whole.comm = mesh.comm(self.along)
+        return whole
+
+
 @mutant(
     "context_sums_over_replicas_only",
     says="axis replicate, all_reduce: .* no such call is promised",
     killed_by=("equivalence", "replicas", "traffic"),
     mesh={"replicate": 2, "context": 2},
 )
-class SumsOverReplicasOnly(ReferenceContext):
+class SumsOverReplicasOnly(_SumsOver):
     """Gradients are summed over replicas, not over context ranks."""
 
-    def transform(self, module: nn.Module, mesh: Mesh, options: Any) -> Handle:
-        whole = super().transform(module, mesh, options)
-        assert isinstance(whole, DDP)
-        whole.comm = mesh.comm("replicate")
-        return whole
+    along = "replicate"
 
 
 @mutant(
@@ -290,14 +316,10 @@ class SumsOverReplicasOnly(ReferenceContext):
     killed_by=("equivalence", "replicas", "traffic"),
     mesh={"replicate": 2, "context": 2},
 )
-class SumsOverContextOnly(ReferenceContext):
+class SumsOverContextOnly(_SumsOver):
     """Gradients are summed over context ranks, not over replicas."""
 
-    def transform(self, module: nn.Module, mesh: Mesh, options: Any) -> Handle:
-        whole = super().transform(module, mesh, options)
-        assert isinstance(whole, DDP)
-        whole.comm = mesh.comm("context")
-        return whole
+    along = "context"
 
 
 @mutant(

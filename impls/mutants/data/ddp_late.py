@@ -50,9 +50,9 @@ class LastBucketLostAfterStep3(DDP):
 
 @mutant(
     "ddp_takes_the_first_backward_for_the_last",
-    says="received a gradient after its bucket had been sent",
+    says="received a second gradient in one micro-batch",
     killed_by=("crash",),
-    crash_says="received a gradient after its bucket had been sent",
+    crash_says="received a second gradient in one micro-batch",
     workload=PENALTY,
 )
 class TakesTheFirstBackwardForTheLast(DDP):

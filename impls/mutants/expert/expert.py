@@ -7,7 +7,7 @@ capacity and balance a workload that has them; those of empty exchanges fewer to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +51,19 @@ class _Layers(ExpertParallel):
         raise NotImplementedError
 
 
+class _Knobs(_Layers):
+    """Mixtures of experts with other values of some knobs."""
+
+    knobs: ClassVar[Mapping[str, Any]] = {}
+
+    def change(self, layer: Any) -> None:
+        layer.params = {**layer.params, **self.knobs}
+
+
 # ------------------------------------------------------------------------------- the exchange
 
 
-@mutant("expert_combine_in_order_sent", says="every token chose the oracle's experts, .* the order")
+@mutant("expert_combine_in_order_sent", says="every token chose the same experts .* their order")
 class CombineInOrderSent(Exchange):
     """Outputs come back sorted by expert and are not put back in the order of the tokens."""
 
@@ -64,7 +73,7 @@ class CombineInOrderSent(Exchange):
 
 @mutant(
     "expert_rows_not_sorted_by_expert",
-    says="every token chose the oracle's experts, so what these compute",
+    says="every token chose the same experts as in the oracle: the outputs",
 )
 class RowsNotSortedByExpert(Exchange):
     """Rows of several ranks are taken as sorted by expert, which those of each rank are."""
@@ -226,13 +235,12 @@ class RouterWithoutGradient(_Layers):
 
 @mutant(
     "expert_weights_normalized_before_choice",
-    says="every token chose the oracle's experts, .* its weights",
+    says="every token chose the same experts .* their weights",
 )
-class WeightsNormalizedBeforeChoice(_Layers):
+class WeightsNormalizedBeforeChoice(_Knobs):
     """Weights are a softmax over all experts, of which the chosen ones do not add up to 1."""
 
-    def change(self, layer: Any) -> None:
-        layer.params = {**layer.params, "router_weights": "before"}
+    knobs: ClassVar = {"router_weights": "before"}
 
 
 @mutant(
@@ -250,7 +258,7 @@ class RouterInBfloat16(_Layers):
 
 @mutant(
     "expert_shared_counts_as_routed",
-    says="every token chose the oracle's experts, .* its weights",
+    says="every token chose the same experts .* their weights",
     workload=mixture(shared_experts=1),
 )
 class SharedCountsAsRouted(_Layers):
@@ -262,31 +270,29 @@ class SharedCountsAsRouted(_Layers):
 
 @mutant(
     "expert_capacity_of_samples",
-    says="other choices than in the oracle got no place",
+    says="other tokens were dropped than in the oracle",
     workload=mixture(capacity=1.0),
 )
-class CapacityOfSamples(_Layers):
+class CapacityOfSamples(_Knobs):
     """Places are shared out in each sample instead of in the micro-batch."""
 
-    def change(self, layer: Any) -> None:
-        layer.params = {**layer.params, "capacity_over": "sample"}
+    knobs: ClassVar = {"capacity_over": "sample"}
 
 
 @mutant(
     "expert_first_choices_claim_first",
-    says="other choices than in the oracle got no place",
+    says="other tokens were dropped than in the oracle",
     workload=mixture(capacity=0.5),
 )
-class FirstChoicesClaimFirst(_Layers):
+class FirstChoicesClaimFirst(_Knobs):
     """All first choices claim places before any second one, whatever the order of tokens."""
 
-    def change(self, layer: Any) -> None:
-        layer.params = {**layer.params, "claims": "choice"}
+    knobs: ClassVar = {"claims": "choice"}
 
 
 @mutant(
     "expert_carries_out_dropped_choices",
-    says="other choices than in the oracle got no place",
+    says="other tokens were dropped than in the oracle",
     workload=mixture(capacity=0.5),
 )
 class CarriesOutDroppedChoices(_Layers):
@@ -335,6 +341,26 @@ class LoadCountsRecomputed(_Layers):
                 load.add_(torch.bincount(routing.experts.flatten(), minlength=len(load)))
 
         layer.count = count
+
+
+@mutant(
+    "expert_counts_places_as_dropped",
+    says=r"buffer differs from the rule's: 'blocks\.0\.mlp\.dropped'",
+    workload=mixture(capacity=0.5),
+)
+class CountsPlacesAsDropped(_Layers):
+    """The statistics of dropped tokens name those that got a place, of as many."""
+
+    def change(self, layer: Any) -> None:
+        count: Callable[..., None] = layer.count
+
+        def counts(routing: Any) -> None:
+            before = layer.dropped[1].clone()
+            count(routing)
+            if layer.training:
+                layer.dropped[1] = before + routing.placed.nonzero()[:, 0].sum()
+
+        layer.count = counts
 
 
 # ---------------------------------------------------------------------------------------- state

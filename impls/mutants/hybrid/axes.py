@@ -164,10 +164,10 @@ class AddsNormsOfStages(ReferenceHybrid):
 
 @mutant(
     "hybrid_reduces_after_every_window",
-    says="after its bucket had been sent",
+    says="after its bucket was sent",
     zoo=("F23",),
     killed_by=("crash",),
-    crash_says="received a gradient after its bucket had been sent",
+    crash_says="received a second gradient in one micro-batch",
     workload=replace(gpt(), windows=2),
     mesh={"pipe": 2, "replicate": 2},
 )

@@ -144,7 +144,7 @@ class GradientOfAShare(LocalSGD):
         pass
 
 
-@mutant("local_sums_gradients", says="though ranks train alone", killed_by=MISSED)
+@mutant("local_sums_gradients", says="though ranks trained alone", killed_by=MISSED)
 class SumsGradients(LocalSGD):
     """Gradients are summed in every step, as in data parallelism, so ranks never diverge."""
 

@@ -65,7 +65,7 @@ class AppliesTwice(Server):
 
 @mutant(
     "server_bound_off_by_one",
-    says="2 steps behind, max_staleness allows 1",
+    says="2 steps old, but max_staleness allows 1",
     options={"order": [0, 0] * 4},  # the bound is the default
 )
 class BoundOffByOne(Turns):
@@ -79,7 +79,7 @@ class BoundOffByOne(Turns):
 
 @mutant(
     "server_ignores_the_bound",
-    says="3 steps behind, max_staleness allows 1",
+    says="3 steps old, but max_staleness allows 1",
     options={"order": [0, 0] * 4},  # the bound is the default
     zoo=("G14",),
 )
@@ -90,7 +90,7 @@ class IgnoresTheBound(Turns):
         return True
 
 
-@mutant("server_answers_from_a_cache", says="3 steps behind, max_staleness allows 1", zoo=("G14",))
+@mutant("server_answers_from_a_cache", says="3 steps old, but max_staleness allows 1", zoo=("G14",))
 class AnswersFromACache(Server):
     """Pulls are answered from a copy that is refreshed after 64 updates.
 
@@ -119,7 +119,7 @@ class WaitsForAll(Turns):
 
 @mutant(
     "server_frees_all_by_a_death",
-    says="3 steps behind, max_staleness allows 1",
+    says="3 steps old, but max_staleness allows 1",
     options={"max_staleness": 1, "order": [0, 0] * 4, "dies": {"worker": 1, "turns": 0}},
 )
 class FreesAllByADeath(Turns):
@@ -144,7 +144,7 @@ class DropsWhatTheDeadLeft(Server):
 
 @mutant(
     "server_waits_for_the_dead",
-    says="2 steps behind, max_staleness allows 0",
+    says="2 steps old, but max_staleness allows 0",
     options={"max_staleness": 0, "order": "in_turn", "dies": {"worker": 1, "turns": 2}},
 )
 class WaitsForTheDead(Server):

@@ -242,7 +242,7 @@ class TellsLastWindowOnly(ReferencePipeline):
 
 @mutant(
     "pipeline_zero_loss_where_none_is_known",
-    says="disagree on its loss: 0.0",
+    says="report different losses for data coordinate 0: 0.0",
     zoo=("P20",),
     killed_by=("equivalence",),
 )

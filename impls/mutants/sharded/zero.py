@@ -75,7 +75,7 @@ class UsesLastBucketEarly(Zero1):
 
 @mutant(
     "zero2_rewrites_buffer_in_flight",
-    says=r"contain only .+|is missing|all is zero|counts 0 times|coordinate \d alone",
+    says=r"contain only .+|is missing|all values are zero|counts 0 times|coordinate \d alone",
     zoo=("F08",),
     killed_by=("equivalence",),
     workload=LATE,
@@ -281,7 +281,7 @@ class FirstPartOfEmptyShard(Zero1):
 
 @mutant(
     "zero1_drops_tail_of_last_shard",
-    says="of 'blocks.0.mlp.down.bias', all is zero",
+    says="of 'blocks.0.mlp.down.bias', all values are zero",
     zoo=("F01",),
     killed_by=("equivalence",),
     workload=deep_gpt(),

@@ -196,7 +196,7 @@ class GradientOfAShare(PyTorchPostLocalSGD):
         self.loss_factor = 1
 
 
-@mutant("torch_local_warms_up_for_ever", says="though ranks train alone", killed_by=MISSED)
+@mutant("torch_local_warms_up_for_ever", says="though ranks trained alone", killed_by=MISSED)
 class WarmsUpForEver(PyTorchPostLocalSGD):
     """Gradients are summed in every step, as in the warm-up of torch's hook, so ranks never
     diverge.

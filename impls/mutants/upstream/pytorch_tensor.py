@@ -83,7 +83,7 @@ class FirstChunkEverywhere(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_loss_over_local_vocabulary",
-    says="disagree on its loss",
+    says="report different losses",
     killed_by=("equivalence", "traffic"),
     options={"loss_parallel": True},
 )

@@ -38,8 +38,8 @@ def find(path: Path) -> Path:
     found = committed(path) if path.is_dir() else []
     if not found:
         raise FileNotFoundError(
-            f"{path}: this path holds no checkpoint: neither {DCP} nor {FULL} is there - name a "
-            "checkpoint, or the folder into which it was saved"
+            f"{path}: no checkpoint at this path: neither {DCP} nor {FULL} exists - give the path "
+            "of a checkpoint, or of the folder that contains it"
         )
     return found[0]
 

@@ -101,7 +101,7 @@ class _Reader(pickle.Unpickler):
         if module == "torch" and name.replace("_", "").isalnum() and name.islower():
             return name  # a dtype: never called, for a text cannot be
         raise pickle.UnpicklingError(
-            f"the file refers to {module}.{name}, which is never part of such metadata"
+            f"the file refers to {module}.{name}, which checkpoint metadata never contains"
         )
 
     def persistent_load(self, given: Any) -> NoReturn:
@@ -153,8 +153,8 @@ def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
 def _place(where: Any) -> tuple[str, int, int]:
     if where.state.get("transform_descriptors"):
         raise ValueError(
-            "its data files were written through stream extensions of torch, e.g. compression, "
-            "which this reader does not undo"
+            "its data files were written with stream extensions of torch, e.g. compression, "
+            "which this reader does not support"
         )
     begin, length = _numbers([where["offset"], where["length"]])
     return _text(where["relative_path"]), begin, length

@@ -21,12 +21,12 @@ def read_pickle(data: bytes, reader: type[pickle.Unpickler]) -> Any:
         named = isinstance(value, int) and 0 <= value <= number
         if code.name.endswith("PUT") and not named:
             raise ValueError(
-                f"the pickle's instruction {code.name} names the memo entry {value}, which "
-                "cannot exist there"
+                f"damaged pickle: instruction {code.name} refers to memo entry {value}, which "
+                "does not exist"
             )
     found = reader(io.BytesIO(data)).load()
     if _unfolded(found, most := _MOST_UNFOLDED * (len(data) + 256)) > most:
-        raise ValueError("the pickle refers to the same values too many times")
+        raise ValueError("the pickle refers to the same value too many times")
     return found
 
 

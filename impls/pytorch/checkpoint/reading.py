@@ -124,7 +124,7 @@ class DcpCheckpoint(Checkpoint):
             )
             return about, frozenset(map(str, said.get("buffers", ())))
         except (TypeError, ValueError, AttributeError) as error:
-            what = f"the description of the training does not have this suite's form: {error}"
+            what = f"the file that describes the training run has an unexpected form: {error}"
             raise CheckpointError(self.folder / folders.DCP, what, TAKE_ANOTHER) from None
 
     def _json(self, name: str, missing: Any) -> Any:
@@ -178,7 +178,7 @@ class DcpCheckpoint(Checkpoint):
         slices = tuple((o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=False))
         place = Place(one.shape, slices, None)
         if len(chunk.offsets) != len(chunk.sizes) or place.problem():
-            problem = place.problem() or "a chunk has more offsets than sizes, or fewer"
+            problem = place.problem() or "a chunk has different numbers of offsets and sizes"
             raise CheckpointError(place_of, f"{key[:200]!r}: {problem}", TAKE_ANOTHER)
         size = math.prod(chunk.sizes) * _itemsize(one.dtype)
         if size > chunk.length or chunk.length > size + MOST_WRAPPING:
@@ -290,7 +290,7 @@ def find(path: Path) -> Path:
     try:
         found = folders.find(path)
     except OSError as error:
-        remedy = "name a checkpoint, or a folder that contains checkpoints"
+        remedy = "give the path of a checkpoint, or of a folder that contains checkpoints"
         what = (
             f"this path holds no checkpoint{': ' if error.strerror else ''}{error.strerror or ''}"
         )

@@ -59,7 +59,7 @@ def write_dcp(source: Checkpoint, root: Path) -> Path:
     folder = folders.folder(root, about.step)
     if folder.exists():
         remedy = "name another folder, or remove this one"
-        raise CheckpointError(folder, f"this folder holds step {about.step} already", remedy)
+        raise CheckpointError(folder, f"this folder already holds step {about.step}", remedy)
     _require_one_copy(source)
     spec = spec_of(source)
     model = dict(parameters(source))

@@ -87,14 +87,13 @@ class TorchHybrid(TorchTensorParallel):
         facts = self.facts
         if facts.option("reshard_after_forward", False):
             raise NoCostModel(
-                "with reshard_after_forward: true the schedule decides how often units are "
-                "gathered, so no formula gives the traffic"
+                "no traffic formula for reshard_after_forward: true in a pipeline: the schedule "
+                "decides how often units are gathered"
             )
         if self.shards > 1 and len(self.stages.of(0)) > MOST_ACTIVE:
             raise NoCostModel(
-                f"a rank has more than {MOST_ACTIVE} stages: torch then frees and gathers "
-                "stages in turn (pipelining/schedules.py, _add_unshard_reshard), so no formula "
-                "gives the traffic"
+                f"no traffic formula for more than {MOST_ACTIVE} stages per rank: torch then "
+                "frees and gathers stages in turn (pipelining/schedules.py, _add_unshard_reshard)"
             )
         return [
             *(super().flows() if self.ranks > 1 else self.norms()),

@@ -143,8 +143,8 @@ class FSDP2(_Upstream):
         name = self.recomputed(name for name, _ in self.units)
         if name is not None and self.ranks > 1:
             raise model.NoCostModel(
-                f"the unit {name!r} lies inside a recomputed block and gathers other units "
-                "ahead in each run of the block: no formula gives the traffic with prefetch_forward"
+                f"no traffic formula for prefetch_forward with recomputation: unit {name!r} is "
+                "inside a recomputed block and prefetches other units in each run of the block"
             )
 
     def flows(self) -> list[Flow]:
@@ -324,8 +324,8 @@ class FSDP1(_Upstream):
         name = self.recomputed(name for name, _ in self.flats)
         if name is not None:
             raise model.NoCostModel(
-                f"the unit {name!r} lies inside a recomputed block, and the recomputation may "
-                "end before it reaches the unit: no formula gives the traffic"
+                f"no traffic formula: unit {name!r} is inside a recomputed block, and the "
+                "recomputation may stop before that unit"
             )
 
     def reduced_bytes(self) -> list[int]:

@@ -128,11 +128,13 @@ class Writer(threading.Thread):
                 return [listed_in(path, self.agreed.id) for path in paths]
             if grown.stands_still():
                 what = (
-                    "this file did not appear, and no file of the checkpoint grew for "
+                    "this file was not written, and no file of the checkpoint grew for "
                     f"{self.saver.patience:.0f} s"
                 )
                 raise CheckpointError(
-                    missing[0], what, "find out what ended that rank, then save again"
+                    missing[0],
+                    what,
+                    "find out why the rank that writes this file ended, then save again",
                 )
         return []
 

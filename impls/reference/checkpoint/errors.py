@@ -9,7 +9,7 @@ from pathlib import Path
 TAKE_ANOTHER = "load another checkpoint, or copy this checkpoint again from an undamaged source"
 _ROOM = "free space on the disk of this path, or name another folder"
 _RIGHTS = "make the path writable, or name another folder"
-_NAME = "a file stands where a folder must be: name another folder"
+_NAME = "this path is a file, but must be a folder: name another folder"
 #: What to do about what the system says.
 REMEDIES = {
     errno.ENOSPC: _ROOM,

@@ -119,10 +119,10 @@ class Loading:
         except CheckpointError as error:
             if whole:
                 what = (
-                    f"{error.what}; the checkpoint was undamaged at the start of this load, and "
-                    "a part of it is loaded"
+                    f"{error.what}; the checkpoint was undamaged when this load started, and a "
+                    "part of it has been loaded"
                 )
-                remedy = "set the system up again, and load another checkpoint"
+                remedy = "call setup again, and load another checkpoint"
                 raise CheckpointError(error.file, what, remedy) from error
             self.unmake()
             raise
@@ -316,14 +316,13 @@ class Loading:
         if states and draws(system.module):
             ranks = len({name.rpartition("@")[2] for name in states})
             yield (
-                f"random states of {ranks} saved ranks have no rank here and were left out: "
-                "dropout draws other masks than it would have"
+                f"the random states of {ranks} saved ranks were not loaded, because fewer ranks "
+                "load than saved: dropout will draw different masks"
             )
         if others := [name for name in self.left_out if name not in states]:
             shown = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
             yield (
-                "this system has no place for a part of the saved state, which was left out: "
-                f"{shown}"
+                f"this system cannot hold a part of the saved state, which was left out: {shown}"
             )
         read = {want.name[1] for want in self.wants["rng"]}
         if self.has_same_ranks and (new := sorted(self.contents.generators().keys() - read)):

@@ -147,7 +147,7 @@ class Root:
                 raise CheckpointError(one.path, what, remedy)
             if one.number == number or (one.step == step and one.path.name in self.branch.before):
                 what = f"this checkpoint already holds step {one.step} of this run"
-                remedy = "train on before you save again"
+                remedy = "train at least one more step before you save again"
                 if number is not None:  # a copy, which nobody trains
                     remedy = "name another folder for the copy, or remove this checkpoint"
                 raise CheckpointError(one.path, what, remedy)

@@ -12,6 +12,7 @@ positions, so it alone is replaced: ranks exchange keys and values, or heads.
     inputs                              every rank, whole samples: flags and documents stand there
     activations, targets, weights       some positions, by the option ``cut`` (cuts.py)
     keys and values                     by the option ``method``: gathered, travelling, or by heads
+    choices of a router                 every rank, of all positions (integers; choices.py)
 
     option      a layer forward                              backward
     all_gather  k, v of all positions ->                     <- their gradients, summed, scattered
@@ -56,6 +57,7 @@ from shardproof.axes import summing
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, MicroBatch, Refused, Role
 from shardproof.impls.reference import ddp
+from shardproof.impls.reference.context.choices import WholeChoices
 from shardproof.impls.reference.context.cuts import CutName, positions
 from shardproof.impls.reference.context.exchanges import Gathered, Heads
 from shardproof.impls.reference.context.ring import Ring
@@ -94,6 +96,7 @@ class Options(Choices, Saved):
     @property
     def buckets(self) -> ddp.Options:
         """The options of the sum of gradients; buffers stay with their rank."""
+        # Each rank's buffers follow its own positions, as statistics of its samples would.
         return ddp.Options(
             bucket_bytes=self.bucket_bytes,
             first_bucket_bytes=self.first_bucket_bytes,
@@ -107,6 +110,7 @@ class ContextParallel:
     all_gather_type: type[Gathered] = Gathered
     ring_type: type[Ring] = Ring
     all_to_all_type: type[Heads] = Heads
+    choices_type: type[WholeChoices] = WholeChoices
 
     def __init__(
         self, module: nn.Module, comm: Comm, options: Choices, roles: Mapping[str, Role]
@@ -117,6 +121,10 @@ class ContextParallel:
         self.cores = [module.get_submodule(n) for n, role in roles.items() if role == "core"]
         for core in self.cores:
             core.forward = partial(self.attend, core)
+        layers = [module.get_submodule(n.rpartition(".")[0]) for n in roles if roles[n] == "router"]
+        self.choices = [
+            self.choices_type(layer, comm, self.span) for layer in layers if comm.size > 1
+        ]
 
     def find_span(self, module: nn.Module) -> Any:
         """The object that the parts of ``module`` share to know their positions.
@@ -132,9 +140,9 @@ class ContextParallel:
         spans = {id(own): own for m in module.modules() if (own := getattr(m, "span", None))}
         if len(spans) != 1:
             raise Refused(
-                "strategy 'context' cuts positions, but the parts of this model share "
-                f"{len(spans)} objects 'span', expected 1 (Build.__call__ in contract.py): give "
-                "them one, or leave the axis 'context' out"
+                "strategy 'context' splits the positions of each sample, so all parts of the "
+                f"model must share 1 object 'span', but they share {len(spans)} (Build.__call__ "
+                "in contract.py): let them share 1, or leave the axis 'context' out"
             )
         return next(iter(spans.values()))
 
@@ -168,11 +176,21 @@ class ContextParallel:
         targets, weights = (t[:, self.span.rows] for t in (micro.targets, micro.weights))
         return replace(micro, targets=targets, weights=weights)
 
+    def keep(self, module: nn.Module) -> None:
+        """Let go of the routers that are not in ``module``, and of all that their layers hold."""
+        held = {id(part) for part in module.modules()}
+        for choices in self.choices:
+            if id(choices.layer) not in held:
+                choices.close()
+        self.choices = [choices for choices in self.choices if id(choices.layer) in held]
+
     def close(self) -> None:
         """Give the module its own attention back."""
         self.span.rows = self.span.parts = None
         while self.cores:
             del self.cores.pop().forward
+        while self.choices:
+            self.choices.pop().close()
 
 
 class ReferenceContext(Engine):
@@ -197,6 +215,7 @@ class ReferenceContext(Engine):
         chosen = parse_options(Options, options)
         self.parallel = self.parallel_type(module, mesh.comm("context"), chosen, self.build.roles)
         comm = mesh.comm(*summing(mesh.axes))
+        # Gradients are sums over positions as over samples: DDP need not know which it adds.
         return self.handle_type(module, comm, chosen.buckets, self.reducer)
 
     def loss(self, micro: MicroBatch) -> Tensor:

@@ -23,7 +23,8 @@ CutName = Literal["contiguous", "zigzag", "striped"]
 def positions(length: int, ranks: int, rank: int, cut: CutName) -> Tensor:
     """The positions of ``rank``, ascending."""
     if cut == "striped":
-        return torch.arange(length)[rank::ranks]
+        # Of its own, not a slice: that would keep all positions in memory.
+        return torch.arange(min(rank, length), length, ranks)
     if cut == "contiguous":
         return _chunk(length, ranks, rank)
     pair = [_chunk(length, 2 * ranks, number) for number in (rank, 2 * ranks - 1 - rank)]

@@ -69,6 +69,9 @@ class Seen:
 class Ring:
     """Attention of this rank's queries over the blocks of all ranks of ``comm``."""
 
+    #: The scores against a block that are computed, by its mask.
+    seen_of: Callable[[Tensor], Seen] = staticmethod(Seen.of)
+
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self.next, self.previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -77,7 +80,7 @@ class Ring:
         """The attention of ``core``, whose ``span`` tells which positions each rank has."""
         span: Any = core.span
         # Made here: when backward comes, the span may be that of another micro-batch.
-        seen = [Seen.of(span.hides(span.rows, columns)) for columns in span.parts]
+        seen = [self.seen_of(span.hides(span.rows, columns)) for columns in span.parts]
         result: Tensor = _Ring.apply(query, key, value, self, seen)
         return result
 

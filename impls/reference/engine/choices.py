@@ -252,10 +252,7 @@ class Compressing:
 
 
 #: Why units by size are declined where a module is used for a while.
-IDLE = (
-    "a unit that no rank calls any more keeps its residual, but the emulator has no units and "
-    "sends it"
-)
+IDLE = "the residual of a unit that is no longer called is kept, but the reference run sends it"
 
 
 def lossy(exact: Capabilities, options: Any) -> Capabilities:

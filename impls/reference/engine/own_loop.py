@@ -46,8 +46,9 @@ def require_string_keys(extra: Any) -> None:
     if isinstance(extra, Mapping):
         if odd := [key for key in extra if not isinstance(key, str)]:
             raise ValueError(
-                f"save: a dictionary has the key {odd[0]!r}, which a checkpoint would return as "
-                f"{str(odd[0])!r}: use strings as keys (of a MultiStepLR leave 'milestones' out)"
+                f"save: the dictionary key {odd[0]!r} is not a string, and a checkpoint would "
+                f"return it as {str(odd[0])!r}: use strings as keys (for a MultiStepLR leave "
+                "'milestones' out)"
             )
         extra = [*extra.values()]
     for one in extra if isinstance(extra, list | tuple) else ():
@@ -92,16 +93,16 @@ class OwnLoop:
         if not torch.is_grad_enabled():
             if self.forwards:
                 raise RuntimeError(
-                    "the model was called under no_grad() after a forward of training and before "
-                    "its step(): evaluate after step()"
+                    "the model was called under no_grad() between a training forward and its "
+                    "step(): call step() first, then evaluate"
                 )
             [outputs] = system.handle.evaluate([lambda: self.forward(*inputs, **named)])
             return outputs
         if self.forwards == self.backwards:
             raise RuntimeError(
-                f"this is forward {self.forwards + 1} of a step that has {self.backwards}: call "
-                f"step() after each backward, or pass accumulate={self.forwards + 1} to wrap; "
-                "evaluate within torch.no_grad()"
+                f"forward {self.forwards + 1} was called before step(), but wrap expects "
+                f"{self.backwards} per step: call step() after each backward, or pass "
+                f"accumulate={self.forwards + 1} to wrap; evaluate within torch.no_grad()"
             )
         if not self.forwards:
             self.begin_step()
@@ -128,9 +129,9 @@ class OwnLoop:
             return
         if self.forwards != self.backwards:
             raise RuntimeError(
-                f"a step needs {self.backwards} forward and backward passes, but "
-                f"{self.forwards} were made: the ranks wait for one another's reductions, so "
-                "make the same number on each, or set wrap(..., accumulate=...)"
+                f"step() was called after {self.forwards} forward and backward passes, but wrap "
+                f"expects {self.backwards}: make {self.backwards} passes on every "
+                f"rank, or pass accumulate={self.forwards} to wrap"
             )
         if not self.backwards:  # a rank without data takes part as well
             self.begin_step()

@@ -29,8 +29,9 @@ class LoopOptimizer(torch.optim.Optimizer):
         self.loop, spec = loop, loop.system.spec
         if follows_schedule(spec):
             raise ValueError(
-                "the learning rate follows the schedule (a function as lr, or warmup) that was "
-                "given at the start: give a number as lr, and no warmup, to set rates in the loop"
+                "the learning rate cannot be set in the loop, because it already follows a "
+                "schedule (lr is a function, or warmup is set): give a number as lr, and no "
+                "warmup"
             )
         names = [name for name, _ in loop.system.module.named_parameters()]
         groups = [
@@ -48,7 +49,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         require_rate("lr", rate)
         names = [one["name"] for one in self.param_groups]
         if group is not None and group not in names:
-            raise ValueError(f"no parameter group {group!r}: take one of {', '.join(names)}")
+            raise ValueError(f"unknown parameter group {group!r}; valid: {', '.join(names)}")
         for one in self.param_groups:
             if group in (None, one["name"]):
                 scale = self.scales.get(one["name"], 1.0) if group is None else 1.0

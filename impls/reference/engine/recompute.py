@@ -233,8 +233,8 @@ class Call:
             # Not refused: it may be a fault of this file's.
             raise RuntimeError(
                 f"recomputing {names} saved {len(again)} tensors, but its forward saved "
-                f"{len(self.saved)}, or tensors of other shapes: the forward must depend only "
-                "on its input, generators and buffers; otherwise set recompute_every to 0"
+                f"{len(self.saved)}, or their shapes differ: the forward must depend only on its "
+                "input, generators and buffers; otherwise set recompute_every to 0"
             )
 
     @contextmanager

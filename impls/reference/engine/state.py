@@ -86,9 +86,9 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         lacking = sorted(set(targets) - set(state))
         extra = sorted(set(state) - set(targets))
         raise ValueError(
-            f"the state does not fit the module: it lacks {lacking} and has {extra} in "
-            "addition; give one tensor for each parameter and buffer of the module, tied "
-            "tensors once, under the names of named_parameters() and named_buffers()"
+            f"the state does not match the module: missing {lacking}, unexpected {extra}; give "
+            "one tensor for each parameter and buffer of the module, tied tensors once, under "
+            "the names of named_parameters() and named_buffers()"
         )
     for name, target in targets.items():
         if target.shape != state[name].shape:

@@ -3,7 +3,7 @@
 Problem.  A mixture of E experts has E times the parameters of one MLP, but each token needs only k
 of them.  Copies of all experts on every rank waste memory, and sharding gathers all parameters for
 tokens that use few.  So leave the experts where they are and send the tokens (GShard, arXiv
-2006.16668, section 3.3; Switch Transformer, arXiv 2101.03961, section 3).
+2006.16668, section 3.3; Switch Transformer, arXiv 2101.03961, section 5.4).
 
     what                              where
     experts, their gradients, state   E/X of each layer on each of the X ranks of the axis expert
@@ -40,9 +40,9 @@ width d that leave their rank: 4 T d (dispatch, combine, and both in backward); 
 recomputation.  T follows from the routing.  2 (N-1) bytes of gradients of all but experts,
 2 (R-1) bytes of those of experts, 8-byte sums for the norm.  Memory: P, G and O of experts over X.
 Numbers: an expert adds up tokens of several ranks in one product, in another order than one device.
-Left out: overlap of the exchange with the shared experts, buckets that leave during backward,
-several experts of different ranks folded over the data axes, and an elastic group: a member that
-leaves takes its experts with it.
+Left out: overlap of the exchange with the shared experts, buckets that leave during backward, and
+an elastic group: a member that leaves takes its experts with it.  Experts on ranks of the data axes
+are the hybrid's (hybrid/experts.py).
 """
 
 from __future__ import annotations
@@ -139,13 +139,15 @@ class ExpertParallel(Whole):
             if self.across is None or self.across.size == 1:
                 continue
             if total % self.across.size:
+                valid = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
                 raise Refused(
-                    f"axis {AXIS!r} of {self.across.size} ranks: {name!r} has {total} experts, "
-                    "which these cannot share evenly; use a number of ranks that divides it"
+                    f"mesh axis {AXIS!r} = {self.across.size}: {name!r} has {total} experts, "
+                    f"which cannot be divided among {self.across.size} ranks; valid: {valid}"
                 )
             exchange = self.exchange_type(name, experts, total, self.across, repeats)
             for leaf, parameter in experts.named_parameters():
                 self.cuts[f"{name}.{leaf}"] = exchange.own, total
+                # Cloned: a view would keep the experts of all ranks in memory.
                 parameter.data = parameter.data[exchange.own].clone()
             exchanges.append(exchange)
         return exchanges
@@ -165,6 +167,9 @@ class ExpertParallel(Whole):
     def before_step(self, micro_batches: int) -> None:  # [1]
         """Agree on the number of rounds of the group."""
         self.own_rounds, self.rounds = micro_batches, self.most(micro_batches)
+        # Of forwards that no backward reached, such as those of a step in which the head learns.
+        for exchange in self.exchanges:
+            exchange.plans.clear()
 
     def most(self, rounds: int) -> int:
         """The largest number of rounds of a rank of the group."""
@@ -198,6 +203,7 @@ class ExpertParallel(Whole):
     @torch.no_grad()
     def finish(self) -> None:
         """Sum gradients over the ranks that hold the same parameters and saw other tokens."""
+        # In this order on all ranks: the two groups overlap, and would wait for each other.
         named = list(zip(self.names, self.parameters, strict=True))
         for comm, chosen in (
             (self.comm, [p for name, p in named if name not in self.of_experts]),  # [4]
@@ -300,6 +306,7 @@ class ReferenceExpert(Engine):
     def update(self) -> None:
         """One step of the optimizer, and of the balancing biases."""
         super().update()
+        # Here, not after the step: an update that is skipped moves no bias.
         if self.balancing:
             self.balancing.update()
 

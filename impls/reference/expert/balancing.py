@@ -74,4 +74,5 @@ class Balancing:
 
 def step(load: Tensor, rate: float) -> Tensor:
     """By how much each bias moves; exact, for both sides are integers."""
+    # Times the number of experts, for a mean would be rounded, and a balanced expert might move.
     return torch.sign(load.sum() - load * load.numel()).to(torch.float64) * rate

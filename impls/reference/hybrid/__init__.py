@@ -12,11 +12,13 @@ Nothing new is computed here.  Layers are split over the tensor axis (``tensor/`
 over the axis ``context`` (``context/``); what is left of the model on a rank is cut into stages
 (``pipeline/``); and each stage is given to a data-parallel strategy (``DATA`` in options.py) as if
 it were a model of its own.  To that strategy context ranks are data ranks: shards lie on shard x
-context, copies on replicate, or on all of them where nothing is sharded.
+context, copies on replicate, or on all of them where nothing is sharded.  Experts may be divided
+over ranks of shard x context, too: they are folded over these axes (``experts.py``).
 
     what                                where
     parameters, gradients, optimizer    of the stage, the tensor axis' part, of which the data axes
       state                             hold copies or shards as their strategy has it
+    experts                             divided over neighbours on shard x context, by option
     tied tensors                        as a unit of their own on every rank that uses them
     buffers                             every rank of the stage its own, or rank 0's of the replicas
     micro-batches                       all ranks of a data coordinate have the same, of which each
@@ -41,7 +43,9 @@ arXiv 2104.04473, section 3.)
 Numbers: equal to one device's up to the order of summation.  Rings, and gloo, add in an order that
 depends on the place in a buffer: over more than two data ranks what tensor ranks hold alike differs
 in its last bit, unless their buffers are of one size (a vocabulary that divides).
-Left out: experts; gathering shards again for every micro-batch of a stage.
+Left out: experts next to sequence parallelism, unequal numbers of micro-batches, schedules that run
+W later than B, mixed precision and offload; gathering shards again for every micro-batch of a
+stage.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof.axes import replicated, sharded, summing
+from shardproof.axes import EXPERT, replicated, sharded, summing
 from shardproof.comm import Mesh
 from shardproof.contract import (
     Batch,
@@ -73,6 +77,7 @@ from shardproof.impls.reference.engine.norm import power_sum, total_norm
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.recompute import Group
 from shardproof.impls.reference.engine.state import gather_over, put
+from shardproof.impls.reference.hybrid.experts import TOGETHER, Fold, Folded
 from shardproof.impls.reference.hybrid.options import DATA, IN_TURN, Options, check
 from shardproof.impls.reference.pipeline import ReferencePipeline
 from shardproof.impls.reference.tensor.cuts import Uncut
@@ -87,6 +92,8 @@ class ReferenceHybrid(ReferencePipeline):
     options: Options
     options_type = Options
     parallel_type: type[context.ContextParallel] = context.ContextParallel
+    fold_type: type[Fold] = Fold
+    folded_type: type[Folded] = Folded
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -99,6 +106,8 @@ class ReferenceHybrid(ReferencePipeline):
         from_rank0 = chosen.data == "ddp" and inner.broadcast_buffers
         wrap_declines = getattr(getattr(inner, "wrap", None), "declines", {})
         turns = {"unequal_micro_batches": IN_TURN} if chosen.rounds_take_turns else {}
+        if chosen.experts is not None:
+            turns = {"unequal_micro_batches": TOGETHER}
         positions = context.DECLINES if chosen.context else {}
         exact = declared(
             "stages",
@@ -165,18 +174,36 @@ class ReferenceHybrid(ReferencePipeline):
             self.positions = self.parallel_type(
                 module, along, self.options.context, self.build.roles
             )
+        self.fold = self.make_fold(mesh)
         if not self.is_cut:
             return self.wrap(module)
         stages = super().transform(module, mesh, options)
         if self.positions is not None:
             self.executor.begin = self.positions.begin  # type: ignore[method-assign]
+            self.positions.keep(stages.module)
         # The layers of other stages would keep these in memory.
         if self.layers is not None:
             self.layers.keep(stages.module)
         return stages
 
+    def make_fold(self, mesh: Mesh) -> Fold | None:
+        """The groups that divide experts; all ranks make them, whatever their stages hold."""
+        if self.options.experts is None:
+            return None
+        if EXPERT not in self.build.roles.values():
+            raise Refused("option 'experts': the model has no experts; leave the option out")
+        return self.fold_type(mesh, self.options.experts)
+
     def wrap(self, module: nn.Module) -> Handle:
         """Apply the data axes to ``module``: a stage, a tied tensor or the whole model."""
+        roles = self.build.roles
+        held = {n: part for n, part in module.named_modules() if roles.get(n) == EXPERT}
+        if self.fold is None or not held:
+            return self.wrap_rest(module)
+        return self.folded_type(module, held, self.fold, self.wrap_rest, bool(self.groups))
+
+    def wrap_rest(self, module: nn.Module) -> Handle:
+        """Apply the strategy of the data axes to all of ``module`` but divided experts."""
         axes = summing(self.mesh.axes)
         if not axes:
             return Local(module)
@@ -195,11 +222,12 @@ class ReferenceHybrid(ReferencePipeline):
         """
         if self.is_cut and self.options.rounds_take_turns and summing(self.mesh.axes):
             own, handles = len(batch.micro_batches), self.handle.handles()  # type: ignore[attr-defined]
-            if own < (most := max(h.rounds for h, _ in handles if isinstance(h, zero2.Zero2))):
+            rest = [getattr(handle, "rest", handle) for handle, _ in handles]
+            if own < (most := max(h.rounds for h in rest if isinstance(h, zero2.Zero2))):
                 raise Refused(
-                    f"option 'schedule' with 'data' = 'zero2': {IN_TURN}; this data coordinate "
-                    f"has {own} micro-batches, but another has {most}: give all data "
-                    "coordinates the same number, or set data: zero1"
+                    f"option 'schedule' with 'data' = 'zero2': {IN_TURN}, but one data coordinate "
+                    f"has {own} micro-batches and another has {most}: give all the same number, "
+                    "or set data: zero1"
                 )
         return super().backward(batch) if self.is_cut else Engine.backward(self, batch)
 

@@ -14,13 +14,14 @@ from shardproof.impls.reference.engine.choices import Training
 from shardproof.impls.reference.engine.handle import Apply
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.precision import Precision
+from shardproof.impls.reference.hybrid import experts
 from shardproof.impls.reference.pipeline import Options as PipelineOptions
 from shardproof.impls.reference.units import step_shards
 
 #: Why ``zero2`` asks for equal numbers of micro-batches where a rank has several stages.
 IN_TURN = (
-    "zero2 reduces the micro-batches of a rank's stages in the order of the schedule, which "
-    "depends on the number of micro-batches"
+    "zero2 reduces micro-batches in the order of the schedule, so all data coordinates need the "
+    "same number of micro-batches"
 )
 
 
@@ -54,13 +55,15 @@ class Options(PipelineOptions, Training):
     """``data``: the strategy of the data axes; ``data_options``: its options, in addition to those
     here.
 
-    ``context``: how the context axis cuts positions and attends; ``sequence_parallel`` and
-    ``loss_parallel`` are for the tensor axis, the rest for the pipeline.
+    ``context``: how the context axis cuts positions and attends; ``experts``: how many ranks of
+    shard x context divide the experts (experts.py); ``sequence_parallel`` and ``loss_parallel`` are
+    for the tensor axis, the rest for the pipeline.
     """
 
     data: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = "ddp"
     data_options: Mapping[str, Any] = field(default_factory=dict)
     context: context.Choices | None = None
+    experts: experts.Choices | None = None
     sequence_parallel: bool = False
     loss_parallel: bool | None = None
 
@@ -92,7 +95,9 @@ class Options(PipelineOptions, Training):
         if not issubclass(kind, Training):
             for name, none in (("precision", Precision()), ("offload", "none")):
                 if getattr(self, name) != none:
-                    raise Refused(f"option {name!r}: 'data' = {self.data!r} has no such option")
+                    raise Refused(
+                        f"option {name!r} does not exist for 'data' = {self.data!r}; leave it out"
+                    )
             return options
         return replace(options, precision=self.precision, offload=self.offload)
 
@@ -121,12 +126,14 @@ def check(options: Options, mesh: Mesh) -> None:
             )
     if inner.compress is not None and mesh.size("tensor") > 1:
         raise Refused(
-            "option 'data_options.compress': a rank of the axis 'tensor' holds parts of "
-            "parameters, and compressing parts gives another result than compressing the "
-            "whole; set tensor: 1, or leave 'compress' out"
+            "option 'data_options.compress': each rank of the axis 'tensor' holds a part of each "
+            "split parameter, and compressing the parts is not the same as compressing the whole "
+            "parameter; set tensor: 1, or leave 'compress' out"
         )
     if mesh.size("context") > 1:
         check_context(options, mesh)
+    if options.experts is not None:
+        check_experts(options, mesh)
     if inner.compress is not None and is_cut and inner.reduction.each_round:
         raise Refused(
             f"option 'data_options.compress' with 'data' = {data!r} in a pipeline: each "
@@ -168,12 +175,51 @@ def check_context(options: Options, mesh: Mesh) -> None:
         )
     if options.strategy_options.compress is not None:
         raise Refused(
-            "option 'data_options.compress': context ranks have gradients of parts of samples, "
-            "and compressing those gives another result than compressing those of samples; "
-            "set context: 1, or leave 'compress' out"
+            "option 'data_options.compress': each rank of the axis 'context' has gradients of a "
+            "part of each sample, and compressing the parts is not the same as compressing "
+            "gradients of whole samples; set context: 1, or leave 'compress' out"
         )
     if data.startswith("zero") and "shard" not in mesh.axes:
         raise Refused(
             f"option 'data' = {data!r} shards over shard x context, but this mesh has no axis "
             "'shard': add shard: 1 to the mesh"
+        )
+
+
+def check_experts(options: Options, mesh: Mesh) -> None:
+    """Refuse options that do not suit experts that are folded over the data axes."""
+    assert options.experts is not None
+    ranks, along = options.experts.ranks, experts.folded(mesh)
+    if mesh.size(*along) % ranks or not summing(mesh.axes):
+        raise Refused(
+            f"option 'experts.ranks' = {ranks}: expert groups are made of ranks of the axes shard "
+            f"and context, of which this mesh has {mesh.size(*along)}; use a number that divides it"
+        )
+    across = mesh.size("context")
+    if ranks % across and across % ranks:
+        raise Refused(
+            f"option 'experts.ranks' = {ranks}: an expert group would have a part of the {across} "
+            f"context ranks of several shards; use a divisor or a multiple of {across}"
+        )
+    if options.sequence_parallel and mesh.size("tensor") > 1:
+        raise Refused(
+            "option 'experts' with 'sequence_parallel': tensor ranks would route other positions "
+            "each; set sequence_parallel to false"
+        )
+    if options.chosen.splits:
+        raise Refused(
+            "option 'experts' with a schedule that runs W later than B: rows would travel in both; "
+            "choose gpipe, 1f1b or interleaved"
+        )
+    others = {"precision": Precision(), "offload": "none"}
+    for name, none in others.items():
+        if getattr(options, name) != none:
+            raise Refused(
+                f"option 'experts' with {name!r}: experts are held, computed and reduced as built; "
+                f"leave {name!r} out"
+            )
+    if options.strategy_options.compress is not None:
+        raise Refused(
+            "option 'experts' with 'data_options.compress': gradients of experts are not "
+            "compressed; leave 'compress' out"
         )

@@ -151,8 +151,8 @@ class Consensus:
         steps = [vote.step for vote in votes]
         if len({*steps}) > 1:
             raise VotesDiffer(
-                f"ranks 0 to {len(steps) - 1} vote after different steps, {steps}: evaluate and "
-                "vote after the same steps on all ranks"
+                f"ranks voted after different steps ({steps}, in order of ranks): evaluate and "
+                "vote after the same step on all ranks"
             )
 
     def metric(self, votes: Sequence[Vote]) -> float:  # [4]
@@ -180,6 +180,6 @@ def check(rule: StopRule) -> None:
         )
     if not (rule.patience or rule.budget or rule.target is not None):
         raise Refused(
-            "patience, budget and target are left out, so only a rank that asks to stop could "
-            "end training; set one of the three, e.g. patience: 3"
+            "no rule ends training: patience, budget and target are all left out; set one of "
+            "them, e.g. patience: 3"
         )

@@ -73,9 +73,9 @@ class Options(Saved):
         at_least("recompute_every", self.recompute_every, 0)
         if self.recompute_every and self.chosen.splits:
             raise Refused(
-                f"option 'recompute_every' = {self.recompute_every}: the schedule runs W later "
-                "than B, and W needs activations that recomputation discards; choose gpipe, "
-                "1f1b or interleaved"
+                f"option 'recompute_every' = {self.recompute_every}: this schedule computes "
+                "weight gradients (W) later than input gradients (B), when the recomputed "
+                "activations are gone; choose gpipe, 1f1b or interleaved"
             )
 
     @property

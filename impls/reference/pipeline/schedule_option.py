@@ -45,9 +45,9 @@ class ScheduleOption:
         fixed = {"interleaved": self.chunks, "zb_v": 2, None: None}.get(self.name, 1)
         if self.chunks not in (None, fixed):
             raise Refused(
-                f"option 'schedule.chunks' = {self.chunks}: the number of stages per rank can "
-                "be chosen for 'interleaved' only (zb_v has 2, the other schedules have 1, "
-                "'orders' define it); leave 'chunks' out"
+                f"option 'schedule.chunks' = {self.chunks}: only 'interleaved' lets you choose "
+                "the number of stages per rank (zb_v has 2, the other named schedules have 1, "
+                "and 'orders' defines its own); leave 'chunks' out"
             )
         if (self.name is None) == (not self.orders):
             raise Refused(
@@ -74,9 +74,9 @@ class ScheduleOption:
         last = max((action.stage for action in actions), default=0)
         if last >= len(place) or (not self.place and set(placed) != set(range(last + 1))):
             raise Refused(
-                f"option 'schedule.orders': the orders name stages up to {last}, but "
-                f"{'schedule.place has' if self.place else 'forwards are given for'} "
-                f"{len(place)} stages; both must name the stages 0 to {last}"
+                f"option 'schedule.orders': the highest stage in the orders is {last}, but "
+                f"{'schedule.place lists' if self.place else 'they have forwards of'} "
+                f"{len(place)} stages; expected each of the stages 0 to {last}"
             )
         if any(not 0 <= rank < len(orders) for rank in place):
             raise Refused(
@@ -88,9 +88,8 @@ class ScheduleOption:
         micro_batches = 1 + max((action.micro for action in actions), default=0)
         if micro_batches > len(actions):
             raise Refused(
-                "option 'schedule.orders': the orders name micro-batches up to "
-                f"{micro_batches - 1}: this needs {micro_batches} actions or more, but there "
-                f"are only {len(actions)}"
+                f"option 'schedule.orders': micro-batches 0 to {micro_batches - 1} need at least "
+                f"{micro_batches} actions, but the orders have only {len(actions)}"
             )
         own = Schedule("own", micro_batches, place, orders)
         return own if any(a.op in MESSAGES for a in actions) else with_messages(own)

@@ -69,10 +69,10 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
     """
     if micro_batches % ranks:
         raise Refused(
-            f"option 'schedule': interleaved needs a multiple of {ranks} micro-batches, the "
-            f"size of the axis 'pipe', not {micro_batches}; use "
-            f"{ranks * -(-micro_batches // ranks)} micro-batches, or a schedule that accepts "
-            "any number, e.g. 1f1b"
+            "option 'schedule' = 'interleaved': the number of micro-batches must be a multiple "
+            f"of {ranks}, the size of the axis 'pipe', not {micro_batches}; use "
+            f"{ranks * -(-micro_batches // ranks)} micro-batches, or a schedule that accepts any "
+            "number, e.g. 1f1b"
         )
     total = micro_batches * chunks
 

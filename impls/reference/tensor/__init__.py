@@ -145,11 +145,18 @@ class TensorParallel(Handle):
                 name = first[id(layer.module.get_parameter(leaf))]  # a tied one's first
                 if split.setdefault(name, cut) != cut:
                     raise Refused(
-                        f"{name!r} is tied to {layer.name!r}, but the two are split in "
-                        "different ways"
+                        f"{name!r} and {layer.name!r} share one weight, but are split in "
+                        "different ways: give both the same role, or do not tie them"
                     )
             if isinstance(layer, Classes):
                 self.output = layer
+        wrapped = {f"{layer.name}.{leaf}" for layer in self.layers for leaf in layer.cuts}
+        for name, p in module.named_parameters(remove_duplicate=False):
+            if first[id(p)] in split and name not in wrapped:
+                raise Refused(
+                    f"{name!r} is tied to {first[id(p)]!r}, which is split, but its own layer is "
+                    "not: give this layer a role that splits it, or do not tie the two"
+                )
         self.cuts |= split
         # The same parameter objects with less in them: ties and hooks on them survive.
         for name, parameter in module.named_parameters():

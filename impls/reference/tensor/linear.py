@@ -200,8 +200,8 @@ class VocabularyParallelEmbedding(nn.Module):
             if first < 0 or last >= self.num_embeddings:
                 wrong, size = first if first < 0 else last, self.num_embeddings
                 raise ValueError(
-                    f"{type(self).__name__}({size}, {self.embedding_dim}) got the token {wrong}: "
-                    f"tokens are 0 to {size - 1}"
+                    f"{type(self).__name__}({size}, {self.embedding_dim}) got token {wrong}; "
+                    f"valid: 0 to {size - 1}"
                 )
         place = tokens - self.start
         elsewhere = (place < 0) | (place >= self.own)
@@ -228,8 +228,8 @@ class ParallelSelfAttention(nn.Module):
         _require(self, group, width=width, heads=heads)
         if width % heads:
             raise ValueError(
-                f"{type(self).__name__}({width}, {heads}): {heads} heads do not divide the width "
-                f"{width}: make it a multiple of {heads}"
+                f"{type(self).__name__}({width}, {heads}): the width {width} is not divisible by "
+                f"{heads} heads: use a width that is a multiple of {heads}"
             )
         if heads % group.size:
             valid = [n for n in range(1, heads + 1) if heads % n == 0]

@@ -57,8 +57,8 @@ def split_layers(
         )
     if given.intersection(SPLIT_OUTPUTS) and "row" not in given:
         raise Refused(
-            "strategy 'tensor': roles split layers by columns, but no layer behind them by "
-            "rows, which adds their outputs up: give a later layer the role 'row'"
+            "strategy 'tensor': a layer has the role 'column' (split by columns), but no later "
+            "layer has the role 'row', which sums the parts: give a later layer the role 'row'"
         )
     layers: list[SplitLayer] = []
     for name, part in module.named_modules():
@@ -80,7 +80,8 @@ def split_layers(
             layers.append(Positions(*this))
         elif sequence_parallel and hasattr(part, "first_position"):
             layers.append(Placed(*this))
-        elif sequence_parallel and getattr(part, "whole_sequence", False):
+        # A router shares out places, and counts, among all tokens of a micro-batch.
+        elif sequence_parallel and (role == "router" or getattr(part, "whole_sequence", False)):
             raise Refused(
                 f"option 'sequence_parallel' = True: {name!r} needs all positions, but a rank "
                 "has only a part of them; set sequence_parallel to False"

@@ -116,9 +116,9 @@ class UnitEvents:
         given, copies = self.given.pop(unit.number, (Inputs(()), None))
         if copies is not None and copies.changed():
             raise RuntimeError(
-                f"unit {unit.name!r} changed a list, dictionary or dataclass that it was given: "
-                "this was a copy, so the unit's caller does not see the change; return the "
-                "new value"
+                f"unit {unit.name!r} changed a list, dictionary or dataclass among its arguments: "
+                "a unit receives copies, so its caller does not see the change; return the new "
+                "value"
             )
         for tensor in tensors_in(out):
             if tensor.requires_grad and not given.hand_on(tensor):
@@ -133,9 +133,9 @@ class UnitEvents:
         """A backward has completed the gradient of ``parameter``."""
         if unit not in self.running:
             raise RuntimeError(
-                f"{name!r} received a gradient outside of a backward of its unit {unit.name!r}: "
-                "a micro-batch must be one forward and one backward; checkpoint activations "
-                "with use_reentrant=False or option 'recompute_every'"
+                f"{name!r} received a gradient while unit {unit.name!r}, which owns it, was not "
+                "in its backward: run one forward and one backward per micro-batch; for "
+                "activation checkpointing set use_reentrant=False or use option 'recompute_every'"
             )
         assert parameter.grad is not None
         self.listener.gradient_arrived(flat, name, parameter.grad)

@@ -51,7 +51,7 @@ class InMemory(Backend):
         """
         hub = joining.hub
         if hub is None or hub.world != joining.world:
-            raise ValueError(f"{self.name} needs one hub for all of its {joining.world} ranks")
+            raise ValueError(f"{self.name}: give all {joining.world} ranks the same hub")
         _group().join(joining.rank, hub, joining.disturbances)
 
     def leave(self) -> bool:

@@ -162,8 +162,9 @@ def join(joining: Joining) -> None:
     comm, rank, world = start().COMM_WORLD, joining.rank, joining.world
     if (comm.Get_rank(), comm.Get_size()) != (rank, world):
         raise RuntimeError(
-            f"for MPI this process is rank {comm.Get_rank()} of {comm.Get_size()}, not {rank} of "
-            f"{world}: start it by `mpirun -np {world}` of the MPI that mpi4py uses"
+            f"MPI gives this process rank {comm.Get_rank()} of {comm.Get_size()}, expected rank "
+            f"{rank} of {world}: start the ranks with `mpirun -np {world}` of the MPI that mpi4py "
+            "uses"
         )
     limit, store = joining.timeout, joining.store
     c10d.default_pg_timeout = limit  # of groups made later

@@ -88,7 +88,7 @@ class CollectivesPlan:
             what = "this backend cannot send from one rank to another"
             raise SelectionError(Problem(what, "choose another backend", backend))
         if request.world < 2:
-            raise SelectionError(Problem("one rank sends nothing", "choose --world 2 or more", "1"))
+            raise SelectionError(Problem("1 rank sends nothing", "choose --world 2 or more", "1"))
         if nodes is not None and request.world > nodes.places:
             what = f"{request.world} ranks do not fit on {nodes}"
             raise SelectionError(Problem(what, "raise --nodes or --ranks-per-node"))

@@ -85,8 +85,10 @@ def meant(words: Sequence[str]) -> str:
         return PAIR
     kinds = {sides.kind_of(path) for path in sides.files(words)} if words else set()
     if SCALING in kinds and len(kinds) > 1:
-        remedy = "name speed scenarios in one command and scaling scenarios in another"
-        raise SelectionError(Problem("the scenarios are of two kinds", remedy, " ".join(words)))
+        remedy = "run one command for each kind"
+        raise SelectionError(
+            Problem("speed and scaling scenarios are mixed", remedy, " ".join(words))
+        )
     return SCALING if SCALING in kinds else SPEED
 
 

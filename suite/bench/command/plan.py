@@ -67,8 +67,8 @@ class TimedPlan:
 
         asked = dict.fromkeys(s.bandwidth for s in self.subjects if isinstance(s, Cell))
         if "" in asked and len(asked) > 1:
-            what = "some of these cells name bandwidths and others do not"
-            raise SelectionError(Problem(what, "time them by two commands", self.subjects[0].name))
+            what = "some of the chosen cells set a bandwidth and others do not"
+            raise SelectionError(Problem(what, "run one command for each", self.subjects[0].name))
         return [bits_per_second(text) for text in asked if text]
 
     def on(self, nodes: Nodes | None) -> TimedPlan:

@@ -148,7 +148,7 @@ def cost(operation: str, algorithm: str, ranks: int) -> Cost:
         known = [name for op, name in COSTS if op == operation]
         remedy = nearest(algorithm, known, f"algorithms of {operation}")
         raise SelectionError(
-            Problem("no formula gives the time", remedy, f"{operation} by {algorithm}")
+            Problem("no time formula for this algorithm", remedy, f"{operation} by {algorithm}")
         )
     if ranks < 2:
         return FREE

@@ -67,7 +67,9 @@ def facts_at(facts: ModelFacts, axis: str, ranks: int, samples: int | None = Non
     if problem := cannot_fit(grown):
         raise NoCostModel(problem)
     if (stages := parts(axes, "layers")) > 1 and not all(stages_of(grown).units):
-        raise NoCostModel(f"{len(facts.units)} units are too few for the stages of {stages} ranks")
+        raise NoCostModel(
+            f"{stages} stages need {stages} units, and the model has {len(facts.units)}"
+        )
     return grown
 
 
@@ -82,7 +84,7 @@ def update_share(cost_model: CostModel) -> float:
     locals_ = map(cost_model.local, some)
     own = [sum((at.optimizer or at.gradients or at.parameters).values()) for at in locals_]
     if whole and not max(own):
-        what = f"formulas of {cost_model.strategy} do not say what a rank updates on this mesh"
+        what = f"no formula for the parameters that a rank updates by {cost_model.strategy}"
         raise NoCostModel(what)
     return min(1.0, max(own) / whole) if whole else 1.0
 
@@ -102,7 +104,7 @@ def pipeline_stretch(facts: ModelFacts) -> float:
     form = FORMS.get(name)
     bubble = None if form is None else form.makespan(setting)
     if bubble is None:
-        raise NoCostModel(f"there is no closed form of the bubble of {name} at {ranks} ranks")
+        raise NoCostModel(f"no formula for the pipeline bubble of {name} on {ranks} ranks")
     return float(1 + bubble / setting.ideal)
 
 

@@ -61,7 +61,7 @@ def watch(run: subjects.SideRun, rank: int) -> subjects.WatchedStep:
     """
     log, ledger = program_order.current(), traffic.current()
     if log is None or ledger is None:
-        raise RuntimeError("to watch a step, turn ledgers on: RankLaunch(..., ledgers=True)")
+        raise RuntimeError("step calls are not recorded: pass RankLaunch(..., ledgers=True)")
     arm = Arm(run, rank).set_up()
     begin = 0
     for step in range(BEFORE + 1):
@@ -240,7 +240,7 @@ class Probes:
             "send": lambda: self._message(group, self._part(count)),
         }
         if operation not in calls:
-            raise ValueError(f"there is no probe for {operation!r}")
+            raise ValueError(f"no probe measures {operation!r}")
         return calls[operation]
 
     def _message(self, group: Probed, tensor: torch.Tensor) -> None:

@@ -98,7 +98,10 @@ def conclude(line: MeasuredCell, rows: Sequence[stats.TimedStep]) -> JudgedCell:
         what = "no efficiency" if line.crowded else "not measured"
         reason = f"{cell.world} ranks{threads}, {room.ranks} {room.of}: {what}"
     elif efficiency is None:
-        word, reason = "inconclusive", f"{judged.blocks} whole blocks: an interval needs 2"
+        word, reason = (
+            "inconclusive",
+            f"an interval needs at least 2 whole blocks, and there are {judged.blocks}",
+        )
     elif same is None:
         word, reason = "inconclusive", why
     else:

@@ -150,7 +150,9 @@ def read(paths: Iterable[Path]) -> list[Cell]:
     faults.end()
     ids = [cell.id for cell in cells]
     if twice := [name for name in ids if ids.count(name) > 1]:
-        raise ScenarioError([Problem("two cells have one id", "give a label to one", twice[0])])
+        raise ScenarioError(
+            [Problem("two cells have equal ids", "give one cell a label", twice[0])]
+        )
     return cells
 
 
@@ -204,7 +206,7 @@ def _require_whole_mesh(cell: Cell) -> None:
     """:raises SelectionError: the axes whose sizes stay do not divide the world."""
     if cell.world % cell.inner:
         inner = " x ".join(f"{axis} {size}" for axis, size in cell.system.mesh.items())
-        what = f"{cell.title}: {cell.world} ranks cannot be cut into parts of {inner}"
+        what = f"{cell.title}: {cell.world} ranks cannot be divided into groups of {inner}"
         remedy = f"choose multiples of {cell.inner} as `worlds` of this system or --world"
         raise SelectionError(Problem(what, remedy, str(cell.world)))
 

@@ -160,8 +160,13 @@ def states(evidence: Evidence, step: int) -> list[dict[str, Tensor]]:
     ]
 
 
-def parts(evidence: Evidence, step: int) -> list[list[dict[str, Tensor]]]:
-    """Gradients of every micro-batch of every data coordinate, from what the system held before."""
+def parts(
+    evidence: Evidence, step: int, change: training.Change = None
+) -> list[list[dict[str, Tensor]]]:
+    """Gradients of every micro-batch of every data coordinate, from what the system held before.
+
+    ``change`` is made to the model first.
+    """
     workload, precision = for_case(evidence.case), evidence.case.precision
     began, shares = states(evidence, step), evidence.shares(step)
     pulls: training.Pulls = [[] for _ in shares]
@@ -170,7 +175,7 @@ def parts(evidence: Evidence, step: int) -> list[list[dict[str, Tensor]]]:
         own = [training.statistics(workload, precision, *pair, terms) for pair in pairs]
         pulls = training.pulls(terms, own)
     each = zip(began, shares, pulls, strict=True)
-    return [training.parts(workload, precision, *one) for one in each]
+    return [training.parts(workload, precision, *one, change=change) for one in each]
 
 
 def pieces(

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from shardproof.checks.causes import fits
+from shardproof.checks.causes import fits, positions
 from shardproof.checks.causes.fits import Tensors, multiple, number, some
 from shardproof.checks.causes.scalars import of_norm
 from shardproof.checks.causes.state import of_buffers_at_start
@@ -77,6 +77,7 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
         or sums.rounded()
         or sums.of_copies()
         or sums.by_rank()
+        or sums.of_attention()
         or sums.by_tensor()
         or sums.by_element()
         or sums.moved()
@@ -199,7 +200,7 @@ class _Sums:
         for dtype, (low, high, most) in _ROUNDED.items():
             fits_it = len(errors) > 2 and low < median(errors) < high and usual[-1] < most
             if fits_it and self.lowest in _WIDER[dtype]:
-                return f"{len(pairs)} gradients are as wrong as rounding to {dtype} makes them"
+                return f"the errors of {len(pairs)} gradients are those of rounding to {dtype}"
         copies = [(c, self.truth[n]) for n in self.wrong for c in self.state.tensors[n].values()]
         for narrow in _NARROWER if self.lowest == "float64" else ():
             if all(_is_rounded(copy, truth, narrow) for copy, truth in copies):
@@ -242,6 +243,21 @@ class _Sums:
         (rank, sentence), *others = found.items()
         also = f"; the same on ranks {[other for other, _ in others]}" if others else ""
         return f"in the part of {some(self.wrong)} on rank {rank}: {sentence}{also}"
+
+    def of_attention(self) -> str:
+        """Whether keys and values have the gradients of some ranks' queries only."""
+
+        def flat(tensors: Tensors) -> Tensor:
+            return fits.flat(tensors, self.truth, self.wrong)
+
+        made = positions.gradients(self.evidence, self.step)
+        sums = ((left_fold([left_fold(own) for own in each if own]), said) for each, said in made)
+        tries, held, want = (
+            ((flat(own), said) for own, said in sums),
+            flat(self.held),
+            flat(self.truth),
+        )
+        return fits.nearest(held, want, tries, self.limit)
 
     def by_tensor(self) -> str:
         """Whether each wrong gradient is a multiple of its own truth, or holds another's."""
@@ -390,7 +406,7 @@ def _shares_in(choice: Mapping[str, float]) -> str:
     present, absent = [n for n in choice if choice[n]], [n for n in choice if not choice[n]]
     if 0 < len(present) <= len(absent):
         return f"they contain only {' and '.join(present)}"
-    return f"{' and '.join(absent)} is missing" if present else "all is zero"
+    return f"{' and '.join(absent)} is missing" if present else "all values are zero"
 
 
 def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:

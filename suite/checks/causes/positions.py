@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from shardproof import axes
+from shardproof.checks.causes import attention, fits
 from shardproof.contract import Batch, MicroBatch
 from shardproof.costs.context import Exchange
 from shardproof.evidence.assembled import Evidence
 from shardproof.oracle import training
+from shardproof.oracle.training import Change
 from shardproof.workloads import for_case
 
-#: A change of the parts of a model that know positions; ``None``: none.
-Change = Callable[[nn.Module], None] | None
 #: A change of the micro-batches.
 Turn = Callable[[MicroBatch], MicroBatch]
 
@@ -122,6 +122,9 @@ class Positions:
         yield "the mask does not keep documents apart", self.all_spans(self.undocumented)
         off = f"the mask between ranks of the axis {self.axis!r} is off by one rank"
         yield off, self.all_spans(self.shifted)
+        order = "gathered keys are masked as if each rank had the next positions"
+        yield f"{order}, {on}", self.all_spans(self.gathered)
+        yield from attention.of_losses(self.held, self.axis)
 
     @staticmethod
     def all_spans(change: Callable[[Any], None]) -> Change:
@@ -183,20 +186,20 @@ class Positions:
 
     def shifted(self, span: Any) -> None:
         """Blocks of keys under the mask of the block before."""
-        hides = span.hides
+        right = span.hides
 
-        def other(rows: Tensor, columns: Tensor) -> Tensor:
-            parts = self.held(len(columns))
-            if len({len(part) for part in parts}) > 1:
-                return hides(rows, columns)
-            named = torch.empty_like(columns)
-            for rank, part in enumerate(parts):
+        def of_block_before(hides: Tensor, rows: Tensor, columns: Tensor, other: Tensor) -> Tensor:
+            parts, named = self.held(len(columns)), columns.clone()
+            for rank, part in enumerate(parts) if len({*map(len, parts)}) == 1 else ():
                 named[part] = parts[(rank - 1) % self.ranks]
-            whole: Tensor = hides(rows, named)
-            same = self.owners(len(columns))
-            return torch.where(same[:, None] == same[None], hides(rows, columns), whole)
+            return torch.where(other, right(rows, named), hides)
 
-        span.hides = other
+        self.masked(span, of_block_before)
+
+    def gathered(self, span: Any) -> None:
+        """Keys under the masks of those that would stand in their places, in the order of ranks."""
+        hides = span.hides
+        span.hides = lambda rows, all_: hides(rows, torch.cat(self.held(len(all_))).argsort()[all_])
 
     def masked(self, span: Any, made: Callable[..., Tensor]) -> None:
         """A mask ``made`` of the right one and of whether a key is another rank's."""
@@ -227,6 +230,16 @@ class _LocalRows:
 def _spans(module: nn.Module) -> Iterator[Any]:
     """The spans of the parts of ``module``, which know positions by them."""
     return (own for m in module.modules() if (own := getattr(m, "span", None)) is not None)
+
+
+def gradients(evidence: Evidence, step: int) -> Iterator[tuple[list[Any], str]]:
+    """The gradients by data coordinate and micro-batch, made otherwise, and what each means."""
+    if axes.parts(evidence.case.mesh, "positions") == 1:
+        return
+    for cut in _CUTS:
+        tries = Positions(evidence, cut)
+        for said, change in attention.of_gradients(tries.held, tries.axis):
+            yield fits.parts(evidence, step, change), said
 
 
 def losses(

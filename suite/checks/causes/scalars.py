@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -177,6 +178,8 @@ class _Losses:
         yield trained, "this is the loss in training mode"
         yield from self._of_outputs(states, False)
         yield from self._of_state(False)
+        if self.evidence.case.lowest_dtype == "float64":
+            yield from self._of_parts(self.evaluator(False), states, _sum(losses))
 
     def of_earlier(self) -> Tries:
         """Of the step before, or with its parameters."""
@@ -361,6 +364,12 @@ def _over_axes(
     #         a                what the rank holds itself
     ranks = _Ranks(evidence, own)
     copied = [axis for axis in ranks.mesh if ranks.hold_all(ranks.meeting(rank, ranks.but([axis])))]
+    places = ((p.name, p.slices, p.flat_range) for pieces in own.values() for p in pieces)
+    held = Counter[tuple[object, ...]](places)
+    often = {place: count if count < len(own) else 1 for place, count in held.items()}
+    squares_of = _squares(own, [*own])
+    total = sum(square * often[place] for place, square in squares_of.items())
+    yield math.sqrt(total), "tensors that only some ranks hold count with every copy"
     for along in ranks.choices():
         peers, rest = ranks.meeting(rank, along), ranks.but(along)
         over, alone = _named(along), f"this is the norm of the part that rank {rank} holds itself"

@@ -145,7 +145,7 @@ def _must_have_moved(
         if (found is not None and found[0].text != EQUAL) or name not in first:
             continue
         if torch.equal(first[name], tensor):
-            raise Differs(f"{name!r} never changed: after the last step it is as after setup")
+            raise Differs(f"{name!r} was never updated: it still has its value from setup")
         rows.append(ComparisonRow(*place, name, "all ranks", 0.0, 0.0))
 
 

@@ -31,8 +31,9 @@ def require_gpus(engine: Any, torch: str) -> None:
         )
     if image_inputs.is_locked(torch):
         raise NoCluster(
-            "the images have a torch for CPUs only: build images by IMAGE=shardproof-gpu "
-            f"TORCH={torch}+cu130 TORCH_INDEX=https://download.pytorch.org/whl/cu130"
+            "the images contain a torch without CUDA: set the variables IMAGE=shardproof-gpu "
+            f"TORCH={torch}+cu130 TORCH_INDEX=https://download.pytorch.org/whl/cu130 before the "
+            "command, which then builds images for GPUs"
         )
 
 

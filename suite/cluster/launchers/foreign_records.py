@@ -89,7 +89,9 @@ def read_plan(records: Path) -> Plan:
         return Plan.from_dict(json.loads((records / "plan.json").read_text()))
     except (OSError, *DAMAGE) as error:
         remedy = "name a folder that shardproof.cluster.torchrun wrote"
-        raise SelectionError(Problem(f"no records there: {error}", remedy, str(records))) from None
+        raise SelectionError(
+            Problem(f"no records in this folder: {error}", remedy, str(records))
+        ) from None
 
 
 def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:

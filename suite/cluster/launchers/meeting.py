@@ -159,7 +159,7 @@ def _worlds(entries: Sequence[Entry]) -> Problem | None:
                 f"rank {first.rank} ({first.host}) was started with {first.world} ranks, "
                 f"rank {entry.rank} ({entry.host}) with {entry.world}"
             )
-            return Problem(what, "set WORLD_SIZE on all to the number of ranks of all nodes")
+            return Problem(what, "set WORLD_SIZE to the number of all ranks, on every node")
     return None
 
 
@@ -171,8 +171,10 @@ def _twice(entries: Sequence[Entry]) -> Problem | None:
             continue
         what, here = f"two processes have rank {entry.rank}", entry.host
         if other.host == here:
-            remedy = "set RANK to node * ranks per node + LOCAL_RANK; if an earlier job uses this "
-            return Problem(f"{what}, both on {here}", f"{remedy}MASTER_PORT, choose a new one")
+            remedy = (
+                "set RANK to node * ranks per node + LOCAL_RANK; if an old job still uses this "
+            )
+            return Problem(f"{what}, both on {here}", f"{remedy}MASTER_PORT, choose another one")
         remedy = "give every node a different rank (torchrun: --node-rank; by hand: RANK)"
         return Problem(f"{what}, on {other.host} and on {here}", remedy)
     return None

@@ -207,10 +207,10 @@ class Place:
                 f"rank 0 cannot listen at port {self.port}, which is in use on this machine",
                 f"{free}; or correct RANK, if two processes have rank 0",
             ),
-            "Ping failed": Problem(f"a program that is not rank 0 listens at {where}", free),
+            "Ping failed": Problem(f"another program, not rank 0, listens at {where}", free),
             "timed out": Problem(
                 f"rank {self.rank} found no rank 0 at {where} in {MEETING_SECONDS:g} s",
-                "start rank 0 there, and check that this machine reaches that name and port",
+                "start rank 0 at that address, and check that this machine can reach it",
             ),
         }
         found = (problem for word, problem in known.items() if word in str(error))

@@ -105,7 +105,7 @@ class NodeRanks(ProcessHost):
         :raises NodeGone: an agent cannot.
         """
         if launch.world > self._nodes.places and not launch.backend.threads:
-            raise ValueError(f"{launch.world} ranks do not fit on nodes for {self._nodes.places}")
+            raise ValueError(f"nodes for {self._nodes.places} ranks cannot run {launch.world}")
         self._orders = []
         self._fault = getattr(launch.disturbances, "fault", None)
         tasks = self._tasks(launch)
@@ -160,7 +160,7 @@ class NodeRanks(ProcessHost):
             told: list[int] | str = json.loads(order.keeper.recv(1 << 16) or '"it ended"')
             if isinstance(told, str):
                 gone = ", ".join(map(str, order.task.ranks))
-                raise NodeGone(f"the process that starts ranks {gone} failed: {told}")
+                raise NodeGone(f"the process that starts ranks {gone} on a node failed: {told}")
             order.pids = dict(zip(order.task.ranks, told, strict=False))  # one for all threads
 
     def _await(self, connection: socket.socket, deadline: float) -> None:

@@ -18,7 +18,7 @@ def address(where: str) -> str:
     found = re.fullmatch(r"ray(?:://([\w.-]+|\[[0-9a-fA-F:]+\])(?::(\d{1,5}))?)?", where)
     if found is None or not 0 < int(found[2] or 1) < 1 << 16:
         remedy = f"give ray, or ray://HOST[:PORT] of a Ray client server (port {CLIENT_PORT})"
-        raise SelectionError(Problem("--on names no Ray cluster", remedy, where))
+        raise SelectionError(Problem("--on is not the address of a Ray cluster", remedy, where))
     return f"ray://{found[1]}:{found[2] or CLIENT_PORT}" if found[1] else ""
 
 
@@ -33,5 +33,7 @@ def address_of_environment(where: str) -> str:
         return address(where)
     if where != LOCAL and re.fullmatch(r"[^/]+:\d{1,5}", where) is None:
         remedy = "give HOST:PORT, ray://HOST[:PORT], auto or local"
-        raise SelectionError(Problem("RAY_ADDRESS names no Ray cluster", remedy, where))
+        raise SelectionError(
+            Problem("RAY_ADDRESS is not the address of a Ray cluster", remedy, where)
+        )
     return where

@@ -28,3 +28,7 @@ class Context(DDP):
     def flows(self) -> list[Flow]:
         """Gradients over all ranks, and what attention sends."""
         return [*self.packed("all_reduce", self.facts.trainable), *self.exchange.flows()]
+
+    def metadata_bytes(self) -> int:
+        """Choices of routers."""
+        return self.exchange.metadata_bytes()

@@ -14,15 +14,19 @@ from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, shape_key
 AXIS = "context"
 
 
+def runs(length: int, ranks: int, place: int, cut: str) -> list[range]:
+    """The positions of a rank, of ``length`` that the axis has."""
+    if cut == "striped":
+        return [range(place, length, ranks)]
+    chunks, numbers = ranks, [place]
+    if cut == "zigzag":
+        chunks, numbers = 2 * ranks, [place, 2 * ranks - 1 - place]
+    return [range(n * length // chunks, (n + 1) * length // chunks) for n in numbers]
+
+
 def shares(length: int, ranks: int, cut: str) -> list[int]:
     """How many of ``length`` positions each rank has."""
-    if cut == "striped":
-        return [len(range(rank, length, ranks)) for rank in range(ranks)]
-    chunks = ranks if cut == "contiguous" else 2 * ranks
-    sizes = [(n + 1) * length // chunks - n * length // chunks for n in range(chunks)]
-    if cut == "contiguous":
-        return sizes
-    return [one + other for one, other in zip(sizes[:ranks], reversed(sizes[ranks:]), strict=True)]
+    return [sum(map(len, runs(length, ranks, place, cut))) for place in range(ranks)]
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,14 @@ class Exchange:
         return self.facts.size(AXIS)
 
     @cached_property
+    def behind(self) -> int:
+        """How many inputs stand behind the positions of a sample: the key of its dropout masks."""
+        return int(any(name.endswith(".dropout_counter") for name in self.facts.modules))
+
+    @cached_property
     def shapes(self) -> list[tuple[int, int]]:
         """Samples and positions of every micro-batch of the step, over all data coordinates."""
-        key = any(name.endswith(".dropout_counter") for name in self.facts.modules)
-        return [(shape[0], shape[1] - key) for shape in self.facts.shapes]  # behind the positions
+        return [(shape[0], shape[1] - self.behind) for shape in self.facts.shapes]
 
     @cached_property
     def layers(self) -> list[tuple[int, int, int, int]]:
@@ -119,40 +127,60 @@ class Exchange:
             Flow(AXIS, "recv", Fraction(0), calls),
         ]
 
+    def metadata_bytes(self) -> int:
+        """Choices of routers, gathered in each forward; at most all experts are chosen."""
+        routers = (t.shape for t in self.facts.parameters if self.facts.role(t) == "router")
+        experts = sum(shape[0] for shape in routers if len(shape) > 1)
+        padded = sum(n * max(shares(length, self.ranks, self.cut)) for n, length in self.shapes)
+        ranks = (self.ranks - 1) * self.ranks * self.parts
+        return ranks * padded * experts * 8 * self.forwards
+
     def cut_facts(self) -> ModelFacts:
         """The facts for axes that cut what a context rank has: each of its parts of a sample is a
         micro-batch of a data coordinate of its own.
         """
-        facts, key = self.facts, any(n.endswith(".dropout_counter") for n in self.facts.modules)
+        facts = self.facts
         if self.ranks == 1:
             return facts
         hidden = dict(facts.hidden)
-        inputs = []
-        for step in facts.inputs:
-            coordinates = []
-            for share in step:
-                for place in range(self.ranks):
-                    windows = []
-                    for window in share:
-                        shapes = []
-                        for shape in window:
-                            length = shape[1] - key
-                            own = shares(length, self.ranks, self.cut)[place]
-                            part = (shape[0], own + key)
-                            if whole := facts.hidden.get(shape_key(shape)):
-                                hidden[shape_key(part)] = tuple(n // length * own for n in whole)
-                            shapes.append(part)
-                        windows.append(tuple(shapes))
-                    coordinates.append(tuple(windows))
-            inputs.append(tuple(coordinates))
-        return replace(facts, inputs=tuple(inputs), hidden=hidden)
+
+        def part(shape: tuple[int, ...], place: int) -> tuple[int, ...]:
+            length = shape[1] - self.behind
+            own = shares(length, self.ranks, self.cut)[place]
+            cut = (shape[0], own + self.behind)
+            if whole := facts.hidden.get(shape_key(shape)):
+                hidden[shape_key(cut)] = tuple(n // length * own for n in whole)
+            return cut
+
+        inputs = tuple(
+            tuple(
+                tuple(tuple(part(shape, place) for shape in window) for window in share)
+                for share in step
+                for place in range(self.ranks)
+            )
+            for step in facts.inputs
+        )
+        return replace(facts, inputs=inputs, hidden=hidden)
 
     @property
     def links(self) -> list[tuple[int, int]]:
         """Neighbours on the ring, sender first."""
         return [(rank, (rank + 1) % self.ranks) for rank in range(self.ranks)]
 
-    def scores(self, place: int, length: int) -> int:
+    def attended(self, rank: int) -> int | None:
+        """Operations of attention that ``rank`` computes in the forwards of a step: two products
+        over each score.  ``None``: its stage has some of the layers only.
+        """
+        facts = self.facts
+        if self.ranks == 1 or facts.parts("layers") > 1:
+            return None
+        micros = sum(facts.inputs[facts.step][facts.data_coordinate(rank)], ())
+        place = facts.place(rank, AXIS)
+        scores = sum(shape[0] * self.scores(place, shape[1] - self.behind) for shape in micros)
+        of_heads = sum(heads * size for heads, _, size, _ in self.layers)
+        return int(4 * of_heads * scores) * self.forwards
+
+    def scores(self, place: int, length: int) -> int | Fraction:
         """Attention scores that rank ``place`` computes of a sample, of each head of a layer.
 
         Of one document; ``all_to_all`` gives a rank 1/C of the heads, hence as much less.
@@ -161,19 +189,13 @@ class Exchange:
         if self.method == "all_gather" or ranks == 1:
             return sizes[place] * length
         if self.method == "all_to_all":
-            return length * length // ranks
+            return Fraction(length * length, ranks)
         own = self.held(place, length)
         return sum(_rectangle(own, self.held(source, length)) for source in range(ranks))
 
     def held(self, place: int, length: int) -> list[int]:
         """The positions of a rank."""
-        ranks = self.ranks
-        if self.cut == "striped":
-            return [*range(place, length, ranks)]
-        chunks, numbers = ranks, [place]
-        if self.cut == "zigzag":
-            chunks, numbers = 2 * ranks, [place, 2 * ranks - 1 - place]
-        return [p for n in numbers for p in range(n * length // chunks, (n + 1) * length // chunks)]
+        return [p for run in runs(length, self.ranks, place, self.cut) for p in run]
 
 
 def _rectangle(rows: list[int], columns: list[int]) -> int:

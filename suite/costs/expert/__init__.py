@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cached_property
 
@@ -32,7 +33,7 @@ class ExpertParallel(CostModel):
         "dispatch and combine are all-to-alls of rows whose expert lies on another rank, and of "
         "their gradients: GShard (arXiv 2006.16668) section 3.3; gradients as in data parallelism, "
         "of experts over the replicas of their own place: Switch Transformer (arXiv 2101.03961) "
-        "section 5"
+        "section 5.4"
     )
 
     def __init__(self, facts: ModelFacts) -> None:
@@ -65,7 +66,7 @@ class ExpertParallel(CostModel):
         facts = self.facts
         dense = [t for t in facts.trainable if not self.is_expert(t)]
         experts = [t for t in facts.trainable if self.is_expert(t)]
-        flows = self.exchanged() if self.layers else []
+        flows = [self.exchanged()] if self.layers else []
         for tensors in (dense, experts):
             by_dtype: dict[str, int] = {}
             for t in tensors:
@@ -75,20 +76,21 @@ class ExpertParallel(CostModel):
                 flows += model.flow(facts, group, "all_reduce", by_dtype.values())
         return [*flows, *(model.norm_flow(facts, self.axis) if self.layers else [])]
 
-    def exchanged(self) -> list[Flow]:
-        """Rows and their gradients, each rank's own.
+    def exchanged(self, holds: Callable[[int, str], bool] = lambda rank, layer: True) -> Flow:
+        """Rows and their gradients, each rank's own, of the layers that it ``holds``.
 
         forward     dispatch: rows that leave     combine: outputs of rows that came
         backward    combine: gradients of rows that left    dispatch: of rows that came
         """
         by_rank = []
         for rank in range(self.facts.world):
-            rows = sum(self.rows(rank, name) * self.row_bytes(name) for name in self.layers)
-            calls = (4 + 2 * self.repeats) * self.rounds_of(rank) * len(self.layers)
+            held = [name for name in self.layers if holds(rank, name)]
+            rows = sum(self.rows(rank, name) * self.row_bytes(name) for name in held)
+            calls = (4 + 2 * self.repeats) * self.rounds_of(rank) * len(held)
             by_rank.append((calls, Fraction((2 + self.repeats) * rows)))
         sent = sum((size for _, size in by_rank), Fraction(0))
         calls = sum(number for number, _ in by_rank)
-        return [Flow(self.axis, "all_to_all", sent, calls, tuple(by_rank), ranks=self.ranks)]
+        return Flow(self.axis, "all_to_all", sent, calls, tuple(by_rank), ranks=self.ranks)
 
     @property
     def repeats(self) -> int:
@@ -110,8 +112,8 @@ class ExpertParallel(CostModel):
     def asked(self, rank: int, layer: str, place: int) -> int:
         """Rows of ``rank`` in a step that the experts at ``place`` of the axis compute."""
         if not self.facts.routed:
-            raise NoCostModel("no oracle tells where tokens go, so no formula gives the bytes")
-        counts = self.facts.routed[self.facts.step][self.facts.data_coordinate(rank)]
+            raise NoCostModel("no traffic formula: the choices of the router are unknown")
+        counts = self.facts.routed[self.facts.step][self.facts.place(rank, self.facts.group())]
         # A rank without micro-batches asks for nothing, and has no entry.
         by_expert = counts.get(layer, ())
         each = len(by_expert) // self.ranks
@@ -171,6 +173,19 @@ class ExpertParallel(CostModel):
     def local(self, rank: int) -> Local:
         """Elements that ``rank`` holds (name -> count)."""
         return Local.of(self.facts, {t.name: self.elements(t) for t in self.facts.parameters})
+
+
+def folded(facts: ModelFacts) -> dict[str, int]:
+    """The mesh of experts that neighbours on the data axes divide, under which ranks keep their
+    numbers: what is left of these axes holds copies or shards of the same experts.
+    """
+    ranks = facts.option("experts", {}).get("ranks", 1)
+    state, positions = axes.cutting("state"), axes.cutting("positions")
+    #   shard 4 x context 4 over 8 experts: 4 of context, 2 of shard; shard 2 is left
+    near = math.gcd(ranks, facts.size(positions))
+    left = {state: facts.size(state) // (ranks // near), positions: facts.size(positions) // near}
+    mesh = {**facts.axes, **left, axes.cutting("experts"): ranks}
+    return {name: mesh[name] for name in axes.names() if name in mesh}
 
 
 def cannot_share_experts(facts: ModelFacts) -> str:

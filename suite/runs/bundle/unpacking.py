@@ -153,8 +153,8 @@ class _Reader:
                 name = self._long_name(info.size)
                 info = self._info(self._take(_BLOCK))
             if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-                kind = _KINDS.get(info.type, "of no plain kind")
-                self.refuse(f"holds what is {kind}: a bundle has plain files only", name)
+                kind = _KINDS.get(info.type, "an entry of an unknown kind")
+                self.refuse(f"holds {kind}, but a bundle has plain files only", name)
             if form.unsafe(name) or "/" not in name:
                 self.refuse("holds a file with an unsafe name", name)
             count += 1

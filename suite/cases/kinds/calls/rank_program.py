@@ -161,7 +161,7 @@ class _Caller:
                 if flight.works and all(work.is_completed() for work in flight.works):
                     early = f"before rank {group.ranks[flight.late]} has called"
                     fault = "the fault is the backend's, not the program's"
-                    flight.trouble = f"its work says that it is done, {early}: {fault}"
+                    flight.trouble = f"its work handle reports completion {early}: {fault}"
                 time.sleep(LATE / 4)
             self.store.add(f"{flight.key}/asked", 1)
 

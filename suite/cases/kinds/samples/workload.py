@@ -55,12 +55,12 @@ def resolve(spec: WorkloadSpec) -> Params:
     params = untrained_values(spec, KNOBS)
     if not params["resume_at"] and (idle := {*spec.params} & {*_OF_RESUMES}):
         what = f"{NAME}: {min(idle)} = {params[min(idle)]!r}"
-        raise WorkloadError(f"{what}: this needs resume_at as well, e.g. resume_at: 2")
+        raise WorkloadError(f"{what} also needs resume_at, e.g. resume_at: 2")
     if params["into"] > MOST_RANKS:
         raise WorkloadError(f"{NAME}: into = {params['into']}; valid: up to {MOST_RANKS}")
     if params["resume_at"] and params["resume_epoch"] >= params["epochs"]:
         what = f"{NAME}: resume_epoch = {params['resume_epoch']}"
-        raise WorkloadError(f"{what}: no such epoch; valid: 0 to {params['epochs'] - 1}")
+        raise WorkloadError(f"{what} does not exist; valid: 0 to {params['epochs'] - 1}")
     return params
 
 

@@ -1,0 +1,42 @@
+"""The work of attention: floating-point operations of its forwards, where ranks share positions.
+
+Two products of queries, keys and values count: 4 D operations for each score of a head of size D.
+Hidden scores count as well if a rank computes them.  What backward computes again inside of one
+operator does not count, but a forward that backward repeats does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from shardproof.contract import Role
+
+
+class Attended(TorchDispatchMode):
+    """``total``: operations since it was last set to 0."""
+
+    total = 0
+
+    def watch(self, module: nn.Module, roles: Mapping[str, Role]) -> None:
+        """Count what the attention of ``module`` computes."""
+        cores = [name for name, role in roles.items() if role == "core"]
+        for core in (part for name, part in module.named_modules() if name in cores):
+            core.register_forward_pre_hook(self._begin)
+            core.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, *given: Any) -> None:
+        self.__enter__()
+
+    def _end(self, *given: Any) -> None:
+        self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (counted := flop_registry.get(func.overloadpacket)) is not None:
+            self.total += int(counted(*args, **(kwargs or {}), out_val=out))
+        return out
