@@ -45,6 +45,7 @@ def explain(
         lines = iter((f"check {name}", *checks.explanation(name).splitlines()))
     else:
         remedy = nearest(name, (*verdicts.VERDICTS, *checks.CHECKS), "verdicts and checks")
+        remedy += "; `shardproof list scenarios` and `list implementations` show the rest"
         raise SelectionError(Problem("this is not a case, check or verdict", remedy, name))
     for line in lines:
         echo(line)
@@ -89,7 +90,10 @@ def _facts(case: Case) -> Iterator[tuple[str, str]]:
     yield "ranks", f"{case.world} on {case.backend}, mesh {case.mesh}"
     yield "model", ", ".join((work.name, *work.traits))
     yield "training", f"{batch}; {optimizer.name}, {clip}"
-    yield "compared", f"in lane {case.lane}, {case.dtype}"
+    if "refuses" in case.expect:
+        yield "expected", f"an error that says {str(case.expect['refuses'])!r}, and no training"
+    else:
+        yield "compared", f"in lane {case.lane}, {case.dtype}"
 
 
 def _newest(case: Case) -> Iterator[str]:

@@ -121,7 +121,8 @@ def error_of(result: CaseResult) -> str:
     """
     error, bound = result.worst_error, result.bound
     if error is None or bound is None:
-        return "-"
+        refused = "refuses" in result.case.expect and result.verdict == "pass"
+        return "refused, as expected" if refused else "-"
     if error_is_ratio(result):
         return f"x{error:.2g} of {bound:g}"
     if bound == 0:

@@ -108,7 +108,8 @@ class Selection:
         known = sorted({name for case in pool for name in _systems(case)})
         cases = pool
         if self.tier != "full":
-            cases = _some([c for c in pool if c.tier == self.tier], "--tier", self.tier, ["full"])
+            of_tier = [case for case in pool if case.tier == self.tier]
+            cases = _some(of_tier, "--tier", self.tier, hint="add --tier full")
         if self.implementations:
             cases = self._of_implementations(cases, known)
         elif self.like:
