@@ -254,7 +254,7 @@ def test_an_open_interval_says_how_many_blocks_it_takes() -> None:
     told = line_of(cells()[2], 2, simulated(0.8, sd=0.2))
     assert told["verdict"] == "inconclusive" and "blocks give a half-width" in told["reason"]
     few = line_of(cells()[2], 2, simulated(0.9, blocks=1))
-    assert few["verdict"] == "inconclusive" and "needs 2" in few["reason"]
+    assert few["verdict"] == "inconclusive" and "at least 2 whole blocks" in few["reason"]
 
 
 def test_exit_codes() -> None:
@@ -329,6 +329,7 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     for name in ("strong", "scaling/strong", str(STRONG)):
         assert [path.resolve() for path in files([name])] == [STRONG]
     own = {"strong.yaml", "weak.yaml", "cluster-strong.yaml", "cluster-weak.yaml", "mpi.yaml"}
+    own |= {"long-sequences.yaml", "divided-experts.yaml"}
     assert {path.name for path in files(["scaling"])} == own
     with pytest.raises(SelectionError, match="did you mean strong"):
         files(["storng"])

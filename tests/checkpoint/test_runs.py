@@ -122,7 +122,7 @@ def test_another_branch_goes_after_the_commit_and_never_wins(tmp_path: Path) -> 
 def test_the_same_step_twice_on_one_branch_is_refused(tmp_path: Path) -> None:
     one = job(tmp_path)
     put(one, one.begin(2))
-    with pytest.raises(CheckpointError, match="already holds step 2 of this run - train on"):
+    with pytest.raises(CheckpointError, match="already holds step 2 of this run - train at"):
         one.begin(2)
     assert not (tmp_path / lock.NAME).exists()
 

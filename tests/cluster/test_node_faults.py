@@ -60,7 +60,7 @@ def test_a_plan_strikes_the_first_rank_of_a_node_in_one_case() -> None:
         ("kill_node,case=0", "'case=0' is not a valid field of a fault"),
         ("kill_node,phase=load", "'phase=load' is not a valid field of a fault"),
         ("pause_node,seconds=-1", "'seconds=-1' is not a valid field of a fault"),
-        ("kill_node,node=2", "no node 2"),
+        ("kill_node,node=2", "node 2 is unknown"),
         ("kill_node,node=1,case=3", "2 cases have a rank on node 1"),
         ("kill_node,step=3", "one node has no step 3"),
     ],

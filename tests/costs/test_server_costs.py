@@ -86,7 +86,7 @@ def test_one_worker_is_met_in_every_step(order: str) -> None:
     ],
 )
 def test_other_orders_follow_no_formula(options: dict[str, Any]) -> None:
-    with pytest.raises(NoCostModel, match="no formula says"):
+    with pytest.raises(NoCostModel, match="no traffic formula"):
         model(**options).payload()
 
 

@@ -201,7 +201,7 @@ def test_products_have_equal_bits_wherever_their_arguments_lie() -> None:
 
 FAST = {
     "raise": ("raised", "ValueError", "the guilty rank's own error"),
-    "unpackable": ("raised", "TypeError", "cannot pack object at .value"),
+    "unpackable": ("raised", "TypeError", "cannot store object at .value"),
     "sys_exit": ("exited", "SystemExit", "sys.exit(7)"),
     "os_exit": ("exited", "", "os._exit(3)"),
     "unsayable": ("raised", "Unsayable", "(its __str__ raised KeyError)"),

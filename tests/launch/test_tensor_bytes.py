@@ -112,8 +112,8 @@ def test_a_long_text_is_written_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("obj", "said"),
     [
-        ({"a": [1, object()]}, "cannot pack object at .a[1]"),
-        ({"a": {1, 2}}, "cannot pack set at .a"),
+        ({"a": [1, object()]}, "cannot store object at .a[1]"),
+        ({"a": {1, 2}}, "cannot store set at .a"),
         ([torch.empty(3, device="meta")], "on meta at [0]"),
         (torch.eye(2).to_sparse(), "sparse"),
         ({torch.ones(1): 1}, "a tensor cannot be a key"),

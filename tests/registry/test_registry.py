@@ -120,7 +120,7 @@ def test_entry_points_are_listed_and_loaded(folder: Path) -> None:
     [
         ("reference/dpp", "did you mean reference/ddp?"),
         ("Reference/DDP", "did you mean reference/ddp?"),
-        ("zzz", "plain, pytorch/collectives"),
+        ("zzz", "implementations: deepspeed/moe, deepspeed/pipeline"),
         ("", "implementations:"),
         ("mutants/ddp_never_reduce", "did you mean mutants/ddp_never_reduces?"),
         ("module:1", "package.module:Class"),

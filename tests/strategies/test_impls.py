@@ -489,7 +489,7 @@ def test_broadcast_of_mixed_tensors() -> None:
 
 def test_state_must_fit() -> None:
     module = nn.Linear(2, 1)
-    with pytest.raises(ValueError, match=r"lacks \['bias'\] and has \['bais'\] in addition"):
+    with pytest.raises(ValueError, match=r"missing \['bias'\], unexpected \['bais'\]"):
         load_state(module, {"weight": torch.zeros(1, 2), "bais": torch.zeros(1)})
     with pytest.raises(ValueError, match="'weight' has shape"):
         load_state(module, {"weight": torch.zeros(2, 1), "bias": torch.zeros(1)})

@@ -149,7 +149,7 @@ def test_neighbouring_stages_on_one_rank_send_nothing() -> None:
 
 
 def test_interleaving_takes_whole_groups_only() -> None:
-    with pytest.raises(Refused, match=r"multiple of 4 micro-batches.* not 6"):
+    with pytest.raises(Refused, match=r"must be a multiple of 4.* not 6"):
         interleaved(4, 6)
 
 

@@ -387,4 +387,4 @@ def test_errors_teach() -> None:
         one(share(0, world)[0]).sum().backward()
         one.step()
 
-    raised("a step needs 2 forward and backward passes, but 1", too_few, RuntimeError)
+    raised("after 1 forward and backward passes, but wrap expects 2", too_few, RuntimeError)
