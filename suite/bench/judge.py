@@ -78,7 +78,7 @@ def conclude(line: MeasuredPair, rows: Sequence[stats.TimedStep]) -> JudgedPair:
     elif same is None:
         word, reason = "inconclusive", why
     elif word == "inconclusive":
-        reason = f"these blocks can only show effects of {figures.smallest_effect:.1%} or more"
+        reason = f"effects from {figures.smallest_effect:.1%} on can be seen with these blocks"
     goal = line.pair.goal
     met = None
     if goal is not None and figures is not None and same is not None:
