@@ -56,14 +56,16 @@ bench: compiled ## the main job: quick conformance on every backend, then the pl
 test: compiled ## tests of the judge itself, with one planted fault per file and check
 	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not slow and not launches"
 
-launches: compiled ## tests that start many processes: watch, parts of a system in prove, init
-	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "launches and not slow"
+SOME = $(if $(PART),--part $(PART))
 
-slow: compiled ## slow tests; PART=1/2: the first half of them
-	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m slow --ignore tests/cluster $(if $(PART),--part $(PART))
+launches: compiled ## tests that start many processes: watch, parts of a system in prove, init
+	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "launches and not slow" $(SOME)
+
+slow: compiled ## slow tests; PART=1/3: the first third of them, also of launches and clusters
+	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m slow --ignore tests/cluster $(SOME)
 
 clusters: compiled ## slow tests that need a container engine or a Slurm
-	@$(BIN)/pytest tests/cluster -m slow
+	@$(BIN)/pytest tests/cluster -m slow $(SOME)
 
 peers: setup ## reference strategies beside their upstream peers, into results/README.md (15 minutes on an idle machine)
 	@run=results/$$(date -u +%Y%m%d-%H%M%S)-peers; \

@@ -44,13 +44,15 @@ def test_the_aims_are_45_minutes_together() -> None:
     assert sum(int(aim) for _, aim in parts) == 45
 
 
-def test_days_take_turns_with_the_halves_of_the_slow_tests() -> None:
-    (given,) = re.findall(r"make slow PART=(.+)$", SCRIPT, re.MULTILINE)
-    shown = [given.replace("$(date -u +%j)", day) for day in ("008", "009", "365")]
+def test_days_take_turns_with_the_thirds_of_long_parts() -> None:
+    used = re.findall(r"make (\w+) PART=\"\$third\"", SCRIPT)
+    assert used == ["launches", "slow", "clusters"]
+    (given,) = re.findall(r"^third=(.+)$", SCRIPT, re.MULTILINE)
+    shown = [given.replace("$(date -u +%j)", day) for day in ("008", "009", "010", "365")]
     done = subprocess.run(
         ["bash", "-c", f"echo {' '.join(shown)}"], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["1/2", "2/2", "2/2"]
+    assert done.stdout.split() == ["3/3", "1/3", "2/3", "3/3"]
 
 
 def collected(*words: str) -> subprocess.CompletedProcess[str]:
