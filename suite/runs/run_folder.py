@@ -139,10 +139,10 @@ class Run:
         """This run, with the verdict ``flaky`` of each case that failed before and does no longer,
         judged by the same code: what was seen once stays.
         """
-        failed: dict[str, list[CaseResult]] = {}
-        for one in self.superseded:
-            if verdicts.kind(one.verdict) in verdicts.RED - {"refused"}:
-                failed.setdefault(one.id, []).append(one)
+        broke = verdicts.RED - {"refused"}
+        failed = table.grouped(
+            (one.id, one) for one in self.superseded if verdicts.kind(one.verdict) in broke
+        )
         cases = [self._told_flaky(result, failed.get(result.id, ())) for result in self.cases]
         return replace(self, cases=cases)
 
