@@ -11,7 +11,7 @@ from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.report import capability_matrix, summary
 from shardproof.report.drawings import heat
-from shardproof.runs.blocks import Failure
+from shardproof.runs.blocks import Failure, cause
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table, fenced, grouped, markdown_text
 
@@ -54,7 +54,8 @@ def broken_lines(run: Run) -> Iterator[str]:
 def causes(run: Run) -> Table:
     """How many cases of each implementation broke, by what failed first."""
     broken = (one for block in summary.broken_blocks(run) for one in block.failures)
-    counts = Counter((one.implementation, one.failed_first) for one in broken if one.kind == "case")
+    cases = (one for one in broken if one.kind == "case")
+    counts = Counter((one.implementation, cause(one.verdict, one.reason)[0]) for one in cases)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     rows = [(*names, f"{n:,}") for names, n in ordered]
     headings = ("implementation", "failed first", "cases")
