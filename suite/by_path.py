@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import nearest
+from shardproof.table import grouped
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -59,10 +60,7 @@ def entry_points(group: str) -> Mapping[str, list[EntryPoint]]:
     """Name -> the entry points of ``group`` that installed packages give it; imports none."""
     from importlib import metadata
 
-    found: dict[str, list[EntryPoint]] = {}
-    for point in metadata.entry_points(group=group):
-        found.setdefault(point.name, []).append(point)
-    return found
+    return grouped((point.name, point) for point in metadata.entry_points(group=group))
 
 
 def import_module(name: str) -> ModuleType:

@@ -66,10 +66,6 @@ class WorkloadSpec:
             shares.append([window for window in windows if window])
         return shares
 
-    def first_share(self, step: int, coordinates: int) -> int:
-        """Which of the shares that :meth:`cut` tells the first data coordinate has in ``step``."""
-        return step % coordinates if "rotating_shares" in self.traits else 0
-
     def window_sizes(self, coordinate: int) -> list[int]:
         """Number of micro-batches of each window of one coordinate, were there samples for all."""
         sizes = [self.micro_batches] * self.windows

@@ -43,6 +43,12 @@ MOST_BYTES, MOST_LINE, _PART = 1 << 30, 64 << 20, 1 << 20
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
 
+def damage_of(error: Exception, file: Path, line: int | None = None, name: str = "") -> Problem:
+    """The problem of a file of a run that ``error`` was raised of; ``name``: what of it."""
+    what = f"is damaged: {name}{type(error).__name__} {error}"
+    return Problem(what, "run `shardproof verify` to list every change", None, str(file), line)
+
+
 def open_input(path: Path) -> BinaryIO:
     """``path`` for reading, if it is a regular file: a pipe or ``/dev/zero`` may never end.
 

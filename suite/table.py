@@ -19,12 +19,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shardproof.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 #: Says of a row, for those who see colour, what its words say as well.
 Mark = Literal["", "bad", "good", "changed"]
@@ -261,6 +264,14 @@ def some(names: Sequence[str], most: int) -> str:
     """The first names, and how many more."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, in their order; keys in that of their first value."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def _plain_value(text: str) -> Any:

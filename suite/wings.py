@@ -189,6 +189,12 @@ class Wing:
         """Start nodes, run ``command`` on them and end them; its exit code."""
         return None
 
+    def run_command(self, invocation: Any) -> str | None:
+        """The beginning of a command that runs a case on such nodes as ``invocation`` had
+        (:class:`shardproof.runs.header.Invocation`); ``None``: it had none of this wing.
+        """
+        return None
+
     def random_cases(self, count: int, seed: int, impl: Sequence[str]) -> Sequence[Case] | None:
         """The first ``count`` random clean cases of ``seed`` whose implementation a glob matches
         (empty: of all).

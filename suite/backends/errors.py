@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardproof.table import grouped
+
 
 def spans(ranks: Sequence[int]) -> str:
     """``0-3,7`` for ascending ranks 0, 1, 2, 3 and 7: a message of many ranks stays short."""
@@ -33,9 +35,7 @@ def all_do(verb: str, ranks: Sequence[int]) -> str:
 
 def who_does(verb: str, what: Mapping[int, str]) -> list[str]:
     """``ranks 0-3 wait in A``, ``rank 4 waits in B``: ranks that do the same are named together."""
-    alike: dict[str, list[int]] = {}
-    for rank, text in sorted(what.items()):
-        alike.setdefault(text, []).append(rank)
+    alike = grouped((text, rank) for rank, text in sorted(what.items()))
     return [f"{all_do(verb, ranks)} {text}" for text, ranks in alike.items()]
 
 

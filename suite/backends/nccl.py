@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shardproof.backends.backend import Algorithms, Joining, Takes
 from shardproof.backends.gloo import WITHOUT_COMPLEX
 from shardproof.backends.torch_backend import TorchBackend
+from shardproof.table import grouped
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -80,9 +81,7 @@ def refuse_shared_gpus(store: Store, rank: int, world: int) -> None:
     from shardproof.backends import cuda, errors
 
     store.set(str(rank), cuda.identity())
-    ranks: dict[str, list[int]] = {}
-    for other in range(world):
-        ranks.setdefault(store.get(str(other)).decode(), []).append(other)
+    ranks = grouped((store.get(str(other)).decode(), other) for other in range(world))
     for gpu, sharing in ranks.items():
         if len(sharing) > 1:
             raise RuntimeError(

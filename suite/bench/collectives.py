@@ -21,6 +21,7 @@ from shardproof.bench.collective_times import Timed
 from shardproof.bench.on_rank import Clock, finish, pin
 from shardproof.comm import Comm, Mesh
 from shardproof.costs import collectives as costs
+from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.registry import collectives as own
 
 #: From a single number to what no cache holds.
@@ -65,11 +66,23 @@ class Request:
     def check(self) -> None:
         """:raises SelectionError: an unknown algorithm, or one that cannot serve the world."""
         for name in self.algorithms or ((own.HIERARCHICAL,) if self.ranks_per_node else ()):
-            own.check(name, self.world, self.ranks_per_node)
+            _check(name, self.world, self.ranks_per_node)
 
     def id_of(self, operation: str, algorithm: str) -> str:
         """The id of a line about one algorithm."""
         return f"collectives::{operation}::{algorithm}::{self.backend}::world{self.world}"
+
+
+def _check(algorithm: str, world: int, ranks_per_node: int) -> None:
+    """:raises SelectionError: there is no such algorithm, or it cannot serve the world."""
+    known = sorted({name for by_name in own.names().values() for name in by_name})
+    if algorithm not in known:
+        remedy = nearest(algorithm, known, "algorithms")
+        raise SelectionError(Problem("unknown algorithm", remedy, algorithm))
+    if algorithm == own.HIERARCHICAL and (ranks_per_node < 1 or world % ranks_per_node):
+        what = f"hierarchical needs full nodes: {world} ranks, {ranks_per_node} per node"
+        remedy = "give --ranks-per-node a divisor of --world, or another algorithm"
+        raise SelectionError(Problem(what, remedy, algorithm))
 
 
 def together(request: Request, ranks: Sequence[Seconds]) -> list[Timed]:

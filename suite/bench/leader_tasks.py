@@ -10,11 +10,13 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from shardproof import registry
 from shardproof.backends import BACKENDS, USUAL, cuda
 from shardproof.bench import subjects
 from shardproof.bench.model import step_time
-from shardproof.files import from_plain, to_plain
-from shardproof.registry.declaration import ask
+from shardproof.contract import Options, Refused
+from shardproof.files import Stored, from_plain, to_plain
+from shardproof.registry.declaration import Declaration
 
 if TYPE_CHECKING:
     from shardproof.bench import collective_times
@@ -73,6 +75,33 @@ def _answering(work: Callable[[P], object]) -> Callable[[P], Any]:
             return {"problem": [failed.verdict, failed.reason]}
 
     return task
+
+
+@dataclass(frozen=True)
+class Answer(Stored):
+    """The answer of a system: its declaration, or why there is none.
+
+    ``refused``: the options are wrong.  ``missing``: it cannot run here, whatever the options.
+    """
+
+    declaration: Declaration | None = None
+    refused: str = ""
+    missing: str = ""
+
+
+def ask(implementation: str, options: Options, backend: str, dtype: str, world: int) -> Answer:
+    """Load a system and ask what it declares, and whether it can run this way on this machine.
+
+    Call it in a leader: the module of a user's own system may end its process.
+    """
+    try:
+        declaration = Declaration.of(registry.load(implementation), options)
+    except registry.BrokenImplementation as error:
+        return Answer(missing=str(error))
+    except Refused as error:
+        return Answer(refused=str(error))
+    missing = declaration.missing_here(backend, world)
+    return Answer(declaration, missing=declaration.excludes(backend, dtype, world, (), missing))
 
 
 def examine(task: Examination) -> Any:

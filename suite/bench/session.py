@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from shardproof.axes import growing, replicas
 from shardproof.backends import BACKENDS
 from shardproof.bench import leader_tasks, subjects, telemetry
-from shardproof.bench.leader_tasks import LaunchFailed, Timed
+from shardproof.bench.leader_tasks import Answer, LaunchFailed, Timed
 from shardproof.bench.lines import CellProbes, Memory, NoFigures, PairProbes, Sent, SideSummary
 from shardproof.bench.model import alpha_beta, scorecard
 from shardproof.bench.scaling import modelled
@@ -33,7 +33,8 @@ from shardproof.files import from_plain
 from shardproof.launch.fork_server import Task
 from shardproof.launch.nodes import Nodes
 from shardproof.launch.pool import Pool, TaskEnd
-from shardproof.registry.declaration import Answer, Declaration
+from shardproof.registry.declaration import Declaration
+from shardproof.table import grouped
 
 #: Called with the number of blocks that have ended so far, over all launches.
 OnBlocks = Callable[[int], None]
@@ -136,10 +137,7 @@ class Session(ExitStack):
             axes.
         """
         examined: list[Measured] = []
-        groups: dict[object, list[subjects.Subject]] = {}
-        for subject in given:
-            groups.setdefault(subject.group, []).append(subject)
-        for members in groups.values():
+        for members in grouped((subject.group, subject) for subject in given).values():
             first = members[0]
             sides = {side: first.side(side) for side in first.own_sides}
             answers, gpus = self._examined(first, sides)

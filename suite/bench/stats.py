@@ -21,6 +21,7 @@ import numpy as np
 
 from shardproof.bench import ratios
 from shardproof.bench.lines import InReport, PairFigures, PairLine, Twin
+from shardproof.table import grouped
 
 #: Up to this many blocks the permutation is exact (2^20 half sums); beyond, signs are drawn.
 EXACT_BLOCKS = 40
@@ -208,10 +209,7 @@ def launches_differ(logs: Sequence[tuple[int, float]]) -> float | None:
     Blocks of one launch share its memory layout: where launches differ (p < 0.01) the interval,
     which takes blocks for independent, is too narrow.
     """
-    groups: dict[int, list[float]] = defaultdict(list)
-    for launch, value in logs:
-        groups[launch].append(value)
-    several = [values for values in groups.values() if len(values) > 1]
+    several = [values for values in grouped(logs).values() if len(values) > 1]
     if len(several) < 2 or len({value for values in several for value in values}) < 2:
         return None
     from scipy.stats import f_oneway  # ranks import this module, and have no scipy on a node

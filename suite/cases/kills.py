@@ -22,6 +22,7 @@ from shardproof.cases.runner import WHOLE, Course, OnAccount, OnResult, run_case
 from shardproof.checks import CHECKS, GENERAL
 from shardproof.checks.overlap import SETTLING
 from shardproof.checks.results import CaseResult, Kill, told
+from shardproof.table import grouped
 from shardproof.verdicts import JUDGE_ERROR, WORKING_PRECISION_ONLY
 
 #: Verdicts that a mutant may declare as its killer, besides names of checks: the open ones are
@@ -171,9 +172,7 @@ def _in_turn(pairs: Sequence[PlantedPair]) -> list[PlantedPair]:
     while left:
         order.append(max(pairs, key=lambda p: (len(kinds(p.mutant) & left), -p.case.world)))
         left -= kinds(order[-1].mutant)
-    files: dict[str, list[PlantedPair]] = {}
-    for item in pairs:
-        files.setdefault(item.mutant.implementation.__module__, []).append(item)
+    files = grouped((item.mutant.implementation.__module__, item) for item in pairs)
     turns = [p for turn in zip_longest(*files.values()) for p in turn if p is not None]
     return [*order, *(item for item in turns if item not in order)]
 

@@ -32,6 +32,7 @@ from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.process_control import signal_name
 from shardproof.launch.watchdog import most_idle_looks
 from shardproof.registry.declaration import Declaration
+from shardproof.table import grouped
 from shardproof.verdicts import JUDGE_ERROR, OVER_BUDGET, REPLICAS_ONLY, WORKING_PRECISION_ONLY
 
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
@@ -297,10 +298,7 @@ def _where(cause: RankOutcome) -> str:
 
 
 def _last_calls(outcomes: Sequence[RankOutcome]) -> str:
-    ranks_of: dict[str, list[int]] = {}
-    for outcome in outcomes:
-        if outcome.last_call:
-            ranks_of.setdefault(outcome.last_call, []).append(outcome.rank)
+    ranks_of = grouped((one.last_call, one.rank) for one in outcomes if one.last_call)
     calls = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in ranks_of.items())
     return f" [last calls: {calls}]" if calls else ""
 

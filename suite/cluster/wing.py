@@ -52,6 +52,12 @@ class Cluster(Wing):
 
         return joined
 
+    def run_command(self, invocation: Any) -> str | None:
+        """``cluster run`` with the nodes and caps that it had."""
+        from shardproof.cluster import reruns
+
+        return reruns.run_command(invocation)
+
     def run_on_nodes(self, command: OnNodes) -> int:
         """Run it in the head of a cluster that is made for it."""
         from shardproof.cluster import command as clusters

@@ -359,9 +359,8 @@ def _trained_by(
     if isinstance(optimizer, OptimizerSpec | str) and not path:
         if settings is not None:
             remedy = "pass a function of your own to optimizer=, or leave settings= out"
-            raise SelectionError(
-                Problem("settings= has no effect without a function as optimizer=", remedy)
-            )
+            what = "settings= has no effect without a function as optimizer="
+            raise SelectionError(Problem(what, remedy))
         return optimizer
     _is_ones_own(optimizer, implementation)
     things["optimizer"] = optimizer

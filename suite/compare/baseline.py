@@ -126,9 +126,8 @@ def read(path: Path) -> Snapshot:
         document = json.loads(read_input(path, MAX_BYTES))
         if not isinstance(document, dict) or document.get("kind") != KIND:
             remedy = "name a run folder, an id, or a file that `compare RUN --save FILE` wrote"
-            raise SelectionError(
-                Problem("is neither a run folder nor a baseline", remedy, file=str(path))
-            )
+            what = "is neither a run folder nor a baseline"
+            raise SelectionError(Problem(what, remedy, file=str(path)))
         if document.get("format") != FORMAT:
             what = f"has baseline format {document.get('format')!r}, this version reads {FORMAT}"
             raise SelectionError(Problem(what, AGAIN, file=str(path)))

@@ -9,7 +9,6 @@ with the hardware.
 from __future__ import annotations
 
 import datetime
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from shardproof import verdicts
 from shardproof.compare import exact_figures
 from shardproof.compare.snapshot import FAULTS, Entry, Snapshot, Version
-from shardproof.table import Table, some
+from shardproof.table import Table, grouped, some
 from shardproof.wings import first
 
 if TYPE_CHECKING:
@@ -275,7 +274,5 @@ def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Itera
 
 
 def reasons(apart: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name, why in apart.items():
-        groups[why].append(name)
+    groups = grouped((why, name) for name, why in apart.items())
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))

@@ -10,7 +10,7 @@ from shardproof.compare import tables
 from shardproof.compare.gate import Gate, GateFinding, kind, ordered
 from shardproof.runs import junit
 from shardproof.runs.blocks import Failure, FailureBlock, blocks, size_of_cell
-from shardproof.table import Table, fenced, markdown_text, some
+from shardproof.table import Table, fenced, grouped, markdown_text, some
 
 #: Blocks that a summary lists, and commands; the JUnit file has all.
 SUMMARY_ROWS, SUMMARY_COMMANDS = 100, 10
@@ -80,11 +80,9 @@ def summary(gate: Gate) -> str:
 
 def junit_xml(gate: Gate) -> str:
     """JUnit XML: a test a result of the run, and one for each finding about something else."""
-    by_id: dict[str, list[GateFinding]] = defaultdict(list)
-    for finding in gate.findings:
-        by_id[finding.id].append(finding)
+    by_id = grouped((finding.id, finding) for finding in gate.findings)
     names = dict.fromkeys([*gate.comparison.after.results, *by_id])
-    return junit.render("shardproof gate", [_test(name, by_id[name]) for name in names])
+    return junit.render("shardproof gate", [_test(name, by_id.get(name, ())) for name in names])
 
 
 def _test(name: str, findings: Sequence[GateFinding]) -> junit.Item:
@@ -100,10 +98,9 @@ def _test(name: str, findings: Sequence[GateFinding]) -> junit.Item:
 
 def github(gate: Gate) -> Iterator[str]:
     """Workflow commands: one annotation a place and rule, and no more than a job shows."""
-    groups: dict[tuple[str, str, str, int | None], list[GateFinding]] = defaultdict(list)
-    for finding in ordered(gate.findings):
-        key = finding.state, finding.rule, _relative(finding.file), finding.line
-        groups[key].append(finding)
+    groups = grouped(
+        ((f.state, f.rule, _relative(f.file), f.line), f) for f in ordered(gate.findings)
+    )
     for number, ((state, rule, file, line), members) in enumerate(groups.items(), 1):
         levels = {"breaks": "error", "excused": "notice"}
         level = levels.get(state, "notice" if rule in ("too good", "new") else "warning")

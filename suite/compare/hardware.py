@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from shardproof.compare.compare import RunComparison, compare
-from shardproof.compare.snapshot import Entry, Snapshot
+from shardproof.compare.snapshot import Snapshot
 from shardproof.compare.tables import ComparisonReport, runs, verdicts_of
-from shardproof.table import Table
+from shardproof.table import Table, grouped
 from shardproof.wings import wings
 
 
@@ -62,9 +62,7 @@ def strategies(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
     cells: dict[tuple[str, str], list[str]] = defaultdict(lambda: ["-"] * len(columns))
     for number, snapshot in enumerate(columns):
         pairs = {pair.id: pair for pair in others[number - 1].pairs} if number else {}
-        members: dict[tuple[str, str], list[Entry]] = defaultdict(list)
-        for entry in snapshot.cases.values():
-            members[entry.strategy, entry.backend].append(entry)
+        members = grouped(((e.strategy, e.backend), e) for e in snapshot.cases.values())
         for key, entries in members.items():
             cells[key][number] = verdicts_of(entries)
             changed = [len(pairs[entry.id].changes) for entry in entries if entry.id in pairs]

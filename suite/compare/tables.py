@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -11,7 +11,7 @@ from shardproof import verdicts
 from shardproof.compare import exact_figures
 from shardproof.compare.compare import FigureChange, Pairing, RunComparison, reasons
 from shardproof.compare.snapshot import Entry, Snapshot
-from shardproof.table import Mark, Table, some
+from shardproof.table import Mark, Table, grouped, some
 
 #: Ids that are named for one reason.
 EXAMPLES = 3
@@ -119,9 +119,7 @@ def presence(comparison: RunComparison) -> Table:
 
 def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table:
     names, key = BY[by]
-    members: dict[tuple[str, ...], list[Pairing]] = defaultdict(list)
-    for pair in comparison.pairs:
-        members[key(pair.after)].append(pair)
+    members = grouped((key(pair.after), pair) for pair in comparison.pairs)
     rows: list[tuple[str, ...]] = []
     marks: list[Mark] = []
     for group, pairs in sorted(members.items()):

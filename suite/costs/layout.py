@@ -11,6 +11,7 @@ from functools import cached_property
 
 from shardproof.contract import Options
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
+from shardproof.table import grouped
 
 _CONTAINERS = ("ModuleList", "ModuleDict")
 
@@ -113,9 +114,7 @@ def chunk(size: int, ranks: int, index: int) -> int:
 
 def layouts(tensors: Iterable[TensorFacts], shards: int) -> tuple[Flat, ...]:
     """One layout per dtype, trained and frozen apart, in order of first appearance."""
-    groups: dict[tuple[str, bool], list[TensorFacts]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.trainable), []).append(tensor)
+    groups = grouped(((tensor.dtype, tensor.trainable), tensor) for tensor in tensors)
     return tuple(Flat(tuple(members), shards) for members in groups.values())
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from shardproof.case import split
 from shardproof.contract import Options
@@ -39,12 +38,8 @@ class Stages:
 
     def homes(self, tensor: TensorFacts) -> list[int]:
         """The stages that hold ``tensor``: several where it is tied over them."""
-        return sorted({self.stage_of[unit] for unit in tensor.units})
-
-    @cached_property
-    def stage_of(self) -> dict[int, int]:
-        """The stage of each unit."""
-        return {unit: stage for stage, units in enumerate(self.units) for unit in units}
+        stages = enumerate(self.units)
+        return [stage for stage, own in stages if any(unit in own for unit in tensor.units)]
 
     def ranks(self, tensor: TensorFacts) -> list[int]:
         """The ranks of the pipe axis that hold ``tensor``, in the order of its stages."""

@@ -26,7 +26,7 @@ from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.contract import Refused
 from shardproof.coverage import features, triggers
-from shardproof.table import Table, some
+from shardproof.table import Table, grouped, some
 
 if TYPE_CHECKING:
     from shardproof.registry.declaration import Declaration
@@ -189,9 +189,7 @@ class Coverage:
 
     def by_feature(self, lacks: str = "open") -> Table:
         """A row a feature: its pairs, those met, and those without a case, which it ``lacks``."""
-        left: dict[str, list[str]] = {}
-        for trigger, feature in self.open:
-            left.setdefault(feature, []).append(trigger)
+        left = grouped((feature, trigger) for trigger, feature in self.open)
         met = Counter(feature for _, feature in self.met)
         quick = Counter(feature for _, feature in self.quick)
         rows = []

@@ -13,8 +13,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +26,10 @@ from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
 from shardproof.init import requirement
+
+if TYPE_CHECKING:
+    from shardproof.contract import Options
+    from shardproof.launch.pool import Pool
 
 TEST = '''\
 """Splitting the work over ranks changes nothing but the cost."""
@@ -81,7 +86,7 @@ def init(
     registry.check(impl)
     with Pool(1) as leaders:
         preflight.check([impl], leaders)
-        axes, backends = preflight.abilities(impl, leaders)
+        axes, backends = _abilities(impl, leaders)
     source, note = requirement.default() if install is None else (install, "")
     texts = written(impl, axes, backends, source)
     there = [path for path in (*texts, BASELINE) if _differs(into / path, texts.get(path))]
@@ -119,6 +124,24 @@ def _ignoring(path: Path) -> str:
     if {line.strip() for line in text.splitlines()} & {*_SAME}:
         return ""
     return text + "\n" * bool(text and not text.endswith("\n")) + f"{RESULTS}\n"
+
+
+def _abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:
+    """The mesh axes and backends that ``name`` declares without options, asked in a leader.
+
+    :raises SelectionError: it cannot be loaded, refuses to be without options, declares no axes or
+        what the contract does not know, or ended the process that asked.
+    """
+    from shardproof.registry import preflight
+
+    asked: dict[str, tuple[str, Options]] = {"abilities": (name, {})}
+    (end,) = preflight.ask(preflight.try_to_load, asked, pool)
+    ended = f"{name} could not be asked for its axes: {preflight.ending(end)}"
+    *faults, axes, backends = end.value or (ended, "", "", [], [])
+    if fault := next(filter(None, faults), ""):
+        remedy = "name a class that works without options (nothing was written)"
+        raise SelectionError(replace(preflight.problem_of(fault, remedy), value=name))
+    return axes, backends
 
 
 def _differs(path: Path, text: str | None) -> bool:

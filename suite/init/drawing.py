@@ -15,9 +15,11 @@ from itertools import groupby
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
+from shardproof import verdicts
+from shardproof.checks.results import CaseResult, LeftOut
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import write_whole
-from shardproof.report.capability_matrix import CapabilityCell, State, cells, overall
+from shardproof.report.capability_matrix import CapabilityCell, State, cells
 from shardproof.runs.run_folder import Run
 
 INDEX, OVERALL = "badges.md", "overall.svg"
@@ -130,6 +132,15 @@ def _image(name: str, cell: CapabilityCell) -> str:
 def _plain(text: str) -> str:
     """``text`` on one line, without what Markdown takes for a link, an image or HTML."""
     return re.sub(r"([][<\\])", r"\\\1", " ".join(text.split()))
+
+
+def overall(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> CapabilityCell:
+    """All cases of a run as one cell."""
+    cell = CapabilityCell("", "", "")
+    for result in results:
+        cell.add(result, verdicts.kind(result.verdict))
+    cell.left_out = sum(line.case is not None for line in left_out)
+    return cell
 
 
 def write(run: Run, folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Literal
 from shardproof.backends.errors import all_do, differing_calls, members_of, name_ranks, spans
 from shardproof.backends.heartbeat import ORDERED, Noted
 from shardproof.launch.frames import SUITE
+from shardproof.table import grouped
 
 #: ``dead peer``: it is gone or stopped; ``rendezvous``: it never came to the making of a group;
 #: ``desync``: it lives, and makes other calls or none; ``lost node``: its node is paused, or cut
@@ -69,9 +70,7 @@ class Mismatch:
     @property
     def rank(self) -> int:
         """The first of those that differ from most; of two halves the one without the first."""
-        sides: dict[int, list[int]] = {}
-        for rank, call in sorted(self.calls.items()):
-            sides.setdefault(call.digest, []).append(rank)
+        sides = grouped((call.digest, rank) for rank, call in sorted(self.calls.items()))
         return min(sides.values(), key=lambda ranks: (len(ranks), -ranks[0]))[0]
 
     def __str__(self) -> str:

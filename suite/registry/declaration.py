@@ -275,33 +275,6 @@ class Declaration(Capabilities, Stored):
         return None
 
 
-@dataclass(frozen=True)
-class Answer(Stored):
-    """The answer of a system: its declaration, or why there is none.
-
-    ``refused``: the options are wrong.  ``missing``: it cannot run here, whatever the options.
-    """
-
-    declaration: Declaration | None = None
-    refused: str = ""
-    missing: str = ""
-
-
-def ask(implementation: str, options: Options, backend: str, dtype: str, world: int) -> Answer:
-    """Load a system and ask what it declares, and whether it can run this way on this machine.
-
-    Call it in a leader: the module of a user's own system may end its process.
-    """
-    try:
-        declaration = Declaration.of(registry.load(implementation), options)
-    except registry.BrokenImplementation as error:
-        return Answer(missing=str(error))
-    except Refused as error:
-        return Answer(refused=str(error))
-    missing = declaration.missing_here(backend, world)
-    return Answer(declaration, missing=declaration.excludes(backend, dtype, world, (), missing))
-
-
 #: The mesh axes that a system declares, the backends it runs on, whether parameters may have no
 #: gradient in a step, and whether it is held to a family whose ranks own shares of a state.
 Places = tuple[Sequence[str], Sequence[str], bool, bool]

@@ -37,7 +37,7 @@ P = TypeVar("P")
 Loaded = tuple[str, str, str, list[str], list[str]]
 
 
-def _ask(task: Callable[[P], Any], items: Mapping[str, P], pool: Pool | None) -> list[TaskEnd[P]]:
+def ask(task: Callable[[P], Any], items: Mapping[str, P], pool: Pool | None) -> list[TaskEnd[P]]:
     """How ``task`` ended for each of ``items``, in leaders of ``pool`` (``None``: a new one); on
     nodes, if ranks run there.
     """
@@ -62,7 +62,8 @@ def _on_nodes(nodes: Nodes, key: str, asked: Any) -> TaskEnd[Any]:
     return TaskEnd(key, asked, 0, None, False, 0.0, "", told)
 
 
-def _problem(fault: str, remedy: str, file: str = "", line: int | None = None) -> Problem:
+def problem_of(fault: str, remedy: str, file: str = "", line: int | None = None) -> Problem:
+    """The ``fault`` of what was asked, at a length that people read."""
     return Problem(shorten(fault, _LONGEST), remedy, file=file, line=line)
 
 
@@ -85,14 +86,14 @@ def check(
     for name in own:
         registry.check(name)
     loaded, problems = {}, []
-    for end in _ask(try_to_load, own, pool):
+    for end in ask(try_to_load, own, pool):
         unfinished = f"implementation {end.key!r} cannot be imported: {ending(end)}"
         fault, _, _, loaded[end.key], _ = end.value or (unfinished, "", "", [], [])
         if fault:
             remedy = "correct the name or the module (nothing was run)"
             file, _, line = (sources or {}).get(end.key, "").rpartition(":")
             where = (file, int(line)) if line else ()
-            problems.append(_problem(fault, remedy, *where))
+            problems.append(problem_of(fault, remedy, *where))
     if problems:
         raise SelectionError(problems)
     return loaded
@@ -117,32 +118,16 @@ def try_to_load(asked: tuple[str, Options]) -> Loaded:
     return "", "", unclear, [*declared.axes], [] if unclear else [*declared.usable()]
 
 
-def abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:
-    """The mesh axes and backends that ``name`` declares without options, asked in a leader.
-
-    :raises SelectionError: it cannot be loaded, refuses to be without options, declares no axes or
-        what the contract does not know, or ended the process that asked.
-    """
-    asked: dict[str, tuple[str, Options]] = {"abilities": (name, {})}
-    (end,) = _ask(try_to_load, asked, pool)
-    ended = f"{name} could not be asked for its axes: {ending(end)}"
-    *faults, axes, backends = end.value or (ended, "", "", [], [])
-    if fault := next(filter(None, faults), ""):
-        remedy = "name a class that works without options (nothing was written)"
-        raise SelectionError(replace(_problem(fault, remedy), value=name))
-    return axes, backends
-
-
 def check_options(name: str, options: Options, pool: Pool) -> None:
     """Ask ``name``, in a leader of ``pool``, whether it takes ``options``.
 
     :raises SelectionError: it refuses them, or ended the process that asked.
     """
-    (end,) = _ask(try_to_load, {"options": (name, options)}, pool)
+    (end,) = ask(try_to_load, {"options": (name, options)}, pool)
     ended = f"{name} could not be asked for its options: {ending(end)}"
     _, refused, *_ = end.value or ("", ended)  # what else is wrong is told by its cases
     if refused:
-        raise SelectionError(_problem(refused, "correct the option (nothing was run)"))
+        raise SelectionError(problem_of(refused, "correct the option (nothing was run)"))
 
 
 def with_found_traits(cases: Sequence[Case], pool: Pool | None = None) -> list[Case]:
@@ -156,12 +141,12 @@ def with_found_traits(cases: Sequence[Case], pool: Pool | None = None) -> list[C
     if not tried:
         return list(cases)
     found, problems = {}, []
-    for end in _ask(try_workload, tried, pool):
+    for end in ask(try_workload, tried, pool):
         unfinished = f"workload {end.payload.workload.name!r}: {ending(end)}"
         fault, found[end.key] = end.value or (unfinished, [])
         if fault:
             remedy = "correct the workload (nothing was run)"
-            problems.append(_problem(fault, remedy, *_named_in(tried[end.key])))
+            problems.append(problem_of(fault, remedy, *_named_in(tried[end.key])))
     if problems:
         raise SelectionError(dict.fromkeys(problems))
     return [

@@ -161,9 +161,8 @@ class StandIn(Implementation):
         told = cls.ask_plain(dict[str, Any], declared, dict(options))
         forms = {field.name: type(field.default) for field in dataclasses.fields(Capabilities)}
         if told.keys() != forms.keys():
-            raise BrokenContract(
-                f"{cls.__name__} declares the wrong fields: {', '.join(sorted(told))!r:.200}"
-            )
+            fields = f"{', '.join(sorted(told))!r:.200}"
+            raise BrokenContract(f"{cls.__name__} declares the wrong fields: {fields}")
         listed = {name: form for name, form in forms.items() if isinstance(told[name], list)}
         several = {name: form(told[name]) for name, form in listed.items() if form in _SEVERAL}
         return Capabilities(**told | several)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from shardproof import verdicts
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.report.tables import OF_FAMILIES, share_of, within_family
-from shardproof.table import Mark, Table
+from shardproof.table import Mark, Table, grouped
 
 T = TypeVar("T")
 
@@ -30,9 +30,7 @@ _SHORT = {
 
 def families(items: Iterable[T], name: Callable[[T], str]) -> list[tuple[str, list[T]]]:
     """``items`` by the ``name`` of their system, or by its origin if there are too many systems."""
-    systems: dict[str, list[T]] = defaultdict(list)
-    for item in items:
-        systems[name(item)].append(item)
+    systems = grouped((name(item), item) for item in items)
     if len(systems) <= MOST:
         return sorted(systems.items())
     origins: dict[str, list[T]] = defaultdict(list)

@@ -257,7 +257,8 @@ class CapabilityCell:
             where += f"; {name}: {odd}" if odd else ""
         return f"{what}: {', '.join(numbers) or 'nothing was judged'}{where}"
 
-    def _add(self, result: CaseResult, verdict: str) -> None:
+    def add(self, result: CaseResult, verdict: str) -> None:
+        """Count a case with its ``verdict``."""
         self.counts[verdict] += 1
         if verdict in verdicts.RED:
             self.broken.append(result.id)
@@ -282,21 +283,13 @@ def cells(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> li
     for result in results:
         for name in capabilities(result.case):
             flaky = verdicts.FLAKY if result.verdict == verdicts.FLAKY else ""
-            of(result.case, name)._add(result, flaky or outcome(result, name))
+            of(result.case, name).add(result, flaky or outcome(result, name))
     for case in (line.case for line in left_out if line.case is not None):
         for name in capabilities(case):
             of(case, name).left_out += 1
     order = [*CAPABILITIES]
     ordered = sorted(by_place, key=lambda key: (key[0], key[1], order.index(key[2])))
     return [by_place[key] for key in ordered]
-
-
-def overall(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> CapabilityCell:
-    cell = CapabilityCell("", "", "")
-    for result in results:
-        cell._add(result, verdicts.kind(result.verdict))
-    cell.left_out = sum(line.case is not None for line in left_out)
-    return cell
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.report import capability_matrix, summary
 from shardproof.report.drawings import heat
-from shardproof.runs.blocks import Failure
+from shardproof.runs.blocks import Failure, cause
 from shardproof.runs.run_folder import Run
-from shardproof.table import Table, fenced, markdown_text
+from shardproof.table import Table, fenced, grouped, markdown_text
 
 #: Causes that the page shows at once; the others stand below, folded by implementation.
 SHOWN = 12
@@ -54,7 +54,8 @@ def broken_lines(run: Run) -> Iterator[str]:
 def causes(run: Run) -> Table:
     """How many cases of each implementation broke, by what failed first."""
     broken = (one for block in summary.broken_blocks(run) for one in block.failures)
-    counts = Counter((one.implementation, one.failed_first) for one in broken if one.kind == "case")
+    cases = (one for one in broken if one.kind == "case")
+    counts = Counter((one.implementation, cause(one.verdict, one.reason)[0]) for one in cases)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     rows = [(*names, f"{n:,}") for names, n in ordered]
     headings = ("implementation", "failed first", "cases")
@@ -84,9 +85,7 @@ def maps_missing(broken: Sequence[BrokenItem]) -> int:
 
 def by_implementation(broken: Sequence[BrokenItem]) -> list[tuple[str, list[BrokenItem]]]:
     """``broken`` by the implementation, or by what it is."""
-    groups: dict[str, list[BrokenItem]] = defaultdict(list)
-    for item in broken:
-        groups[item.item.implementation or item.item.kind].append(item)
+    groups = grouped((one.item.implementation or one.item.kind, one) for one in broken)
     return sorted(groups.items())
 
 
@@ -123,11 +122,9 @@ def groups(run: Run) -> list[CaseGroup]:
     """The cases of each implementation on each backend, the gravest first; those that expect a
     refusal apart.
     """
-    members: dict[tuple[str, str, bool], list[CaseResult]] = {}
-    for result in run.cases:
-        case = result.case
-        key = case.implementation, case.backend, "refuses" in case.expect
-        members.setdefault(key, []).append(result)
+    members = grouped(
+        ((r.case.implementation, r.case.backend, "refuses" in r.case.expect), r) for r in run.cases
+    )
     found = []
     for number, ((name, backend, refuses), cases) in enumerate(sorted(members.items()), 1):
         cases.sort(key=lambda r: (verdicts.VERDICTS.index(verdicts.kind(r.verdict)), r.id))

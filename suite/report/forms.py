@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from shardproof.report.sections import ABOVE, BELOW, sections
 from shardproof.runs.blocks import NAMED, blocks, of_result, without_numbers
 from shardproof.runs.header import Header
 from shardproof.runs.run_folder import Run
-from shardproof.table import markdown_text, number, shortened, some
+from shardproof.table import grouped, markdown_text, number, shortened, some
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 #: Prints one renderable or text; rich's ``Console.print``.
@@ -149,9 +149,7 @@ def show_survivors(lines: Sequence[Kill], write: Print) -> None:
     """The faults that survive, by the reason: the first, how to plant it again, and the others."""
     from rich.text import Text
 
-    groups: dict[tuple[str, str], list[Kill]] = defaultdict(list)
-    for kill in kills.survivors(lines):
-        groups[kill.parent, without_numbers(kill.why_not)].append(kill)
+    groups = grouped(((k.parent, without_numbers(k.why_not)), k) for k in kills.survivors(lines))
     for first, *others in groups.values():
         write(Text(shown(f"SURVIVES {first.name}: {first.why_not}"), style="red"), soft_wrap=True)
         write(f"    rerun: {kills.rerun(first)}", soft_wrap=True)

@@ -6,7 +6,6 @@ was not looked at stands here with how often it occurred.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from shardproof.checks import CHECKS, Outcome
 from shardproof.report import capability_matrix
 from shardproof.report.coverage import seen
 from shardproof.runs.run_folder import Run
-from shardproof.table import Table, fenced, some
+from shardproof.table import Table, fenced, grouped, some
 from shardproof.wings import wings_of
 
 #: Rows of one table that are shown; the rest is counted.
@@ -85,9 +84,7 @@ def _limit(
 
     ``listed``: the members are also listed on demand; so many ``named`` ones stand in the row.
     """
-    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for key, member in pairs:
-        groups[key].append(member)
+    groups = grouped(pairs)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     shown, rest = ordered[:MOST], len(ordered[MOST:])
     rows = [(str(len(members)), *key) for key, members in shown]

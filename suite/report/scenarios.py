@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 
@@ -12,14 +11,12 @@ from shardproof.checks.results import CaseResult
 from shardproof.errors import InputError
 from shardproof.report.brief import counted
 from shardproof.scenarios.load import find
-from shardproof.table import Table, TableCell
+from shardproof.table import Table, TableCell, grouped
 
 
 def table(results: Sequence[CaseResult]) -> Table:
     """A row for each scenario, which cases lead to."""
-    members: dict[str, list[CaseResult]] = defaultdict(list)
-    for result in results:
-        members[result.case.scenario].append(result)
+    members = grouped((result.case.scenario, result) for result in results)
     rows, at = [], anchors(results)
     for name, cases in sorted(members.items()):
         anchor = TableCell(name, html=f'<span id="{at[name]}">{escape(name)}</span>')

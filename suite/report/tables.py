@@ -17,7 +17,7 @@ from typing import Any
 from shardproof import verdicts
 from shardproof.checks.results import CaseResult
 from shardproof.runs.run_folder import Run
-from shardproof.table import Mark, Table, number, some
+from shardproof.table import Mark, Table, grouped, number, some
 
 #: Figures of one check, by name: their shapes are the check's own.
 Figures = Mapping[str, Any]
@@ -178,9 +178,7 @@ def left_out(reasons: Mapping[str, str], every: bool = True) -> list[str]:
     """The cases that were not run, ``reasons`` by id: a line for each reason, with some ids
     (``every``).
     """
-    names: dict[str, list[str]] = defaultdict(list)
-    for name, reason in reasons.items():
-        names[reason].append(name)
+    names = grouped((reason, name) for name, reason in reasons.items())
     lines = {f"left out ({len(ids)}): {why}": some(ids, _NAMED) for why, ids in names.items()}
     return [f"{line}: {ids}" if every else line for line, ids in lines.items()]
 

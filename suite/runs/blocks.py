@@ -63,11 +63,6 @@ class Failure:
         found = [o.figures.get("names", ()) for o in self.result.checks] if self.result else []
         return "\n".join(f"all of them: {', '.join(names)}" for names in found if len(names) > 3)
 
-    @property
-    def failed_first(self) -> str:
-        """The check that failed first, or else the verdict."""
-        return cause(self.verdict, self.reason)[0]
-
 
 @dataclass(frozen=True)
 class FailureBlock:

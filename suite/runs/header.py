@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from shardproof import VERSION
+from shardproof import VERSION, wings
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import read_input
 from shardproof.launch.nodes import cap_in_words
@@ -75,26 +75,6 @@ class PartOf(_Part):
         return f"part {self.index} of {self.of}"
 
 
-#: By cap of a node: the option of ``cluster run`` that sets it.
-_CAP_OPTIONS = {
-    "cpus": "--cpus",
-    "memory_bytes": "--memory",
-    "bits_per_second": "--bandwidth",
-    "delay_seconds": "--delay",
-}
-
-
-def _typed(name: str, cap: float) -> str:
-    """A cap as the option of it takes it, exactly."""
-    if name == "memory_bytes":
-        size = int(cap)
-        units = ((20, "m"), (10, "k"), (0, ""))
-        return next(f"{size >> bits}{unit}" for bits, unit in units if not size % (1 << bits))
-    if name == "bits_per_second":
-        return f"{cap / 1e6:.12g}mbit"
-    return f"{1e3 * cap if name == 'delay_seconds' else cap:.12g}"
-
-
 def _caps(declared: JsonValue) -> dict[str, float] | None:
     if not isinstance(declared, dict):
         return None
@@ -155,10 +135,10 @@ class Invocation(_Part):
 
         How many ranks shared a node is a part of times, not of figures that are exact.
         """
-        hosts = [node for node in self._nodes if isinstance(node, dict) and "ranks" in node]
+        hosts = [node for node in self.nodes if isinstance(node, dict) and "ranks" in node]
         if self.caps is None and len(hosts) < 2:
             return self.fingerprint.label
-        cluster, text = self.cluster or {}, f"{self.fingerprint.label}, as {len(self._nodes)} nodes"
+        cluster, text = self.cluster or {}, f"{self.fingerprint.label}, as {len(self.nodes)} nodes"
         words = [cap_in_words(name, cap) for name, cap in (self.caps or {}).items()]
         if self.benches and cluster.get("ranks_per_node") not in (1, None):
             words.insert(0, f"{cluster['ranks_per_node']} ranks")
@@ -176,19 +156,11 @@ class Invocation(_Part):
     @property
     def run_command(self) -> str:
         """The beginning of a command that runs a case as this one did."""
-        if self.caps is None:
-            return "shardproof run"
-        per_node = (self.cluster or {}).get("ranks_per_node")
-        words = [f"shardproof cluster run --nodes {len(self._nodes)} --ranks-per-node {per_node}"]
-        words += [f"{_CAP_OPTIONS[name]} {_typed(name, cap)}" for name, cap in self.caps.items()]
-        for node, own in self.slow_nodes.items():
-            for name, cap in own.items():
-                limit = f"{_CAP_OPTIONS[name].removeprefix('--')}={_typed(name, cap)}"
-                words.append(f"--slow-node {node.removeprefix('node')}:{limit}")
-        return " ".join(words)
+        return wings.first(lambda wing: wing.run_command(self)) or "shardproof run"
 
     @property
-    def _nodes(self) -> list[JsonValue]:
+    def nodes(self) -> list[JsonValue]:
+        """What is told of each node; empty: there were none."""
         nodes = (self.cluster or {}).get("nodes")
         return nodes if isinstance(nodes, list) else []
 

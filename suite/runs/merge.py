@@ -204,9 +204,8 @@ def _require_alike(parts: Sequence[Part], what: str, of: Callable[[Part], str]) 
     for part in parts:
         if of(part) != of(first):
             both = f"{first.name} ({of(first)}) and {part.name} ({of(part)})"
-            raise SelectionError(
-                Problem(f"the parts have different {what}: {both}", "merge parts that agree")
-            )
+            differ = f"the parts have different {what}: {both}"
+            raise SelectionError(Problem(differ, "merge parts that agree"))
 
 
 def _selection(part: Part) -> str:

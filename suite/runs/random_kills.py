@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof.errors import Problem, SelectionError
-from shardproof.files import DAMAGE, Stored, read_input
+from shardproof.errors import SelectionError
+from shardproof.files import DAMAGE, Stored, damage_of, read_input
 from shardproof.table import Table, number
 
 #: The file in a run's folder.
@@ -88,6 +88,4 @@ def read(folder: Path) -> RandomKills | None:
         del told["killed by N"]
         return RandomKills.from_dict(told)
     except DAMAGE as error:
-        remedy = "run `shardproof verify` to list every change"
-        problem = Problem(f"is damaged: {type(error).__name__} {error}", remedy, file=str(file))
-        raise SelectionError(problem) from None
+        raise SelectionError(damage_of(error, file)) from None

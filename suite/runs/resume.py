@@ -17,9 +17,8 @@ def planned(path: Path) -> list[Case]:
     cases = read_plan(path)
     if not cases:
         remedy = "run the scenarios without --resume, or name another run"
-        raise SelectionError(
-            Problem("the run has no planned cases", remedy, str(path / "planned.jsonl"))
-        )
+        plan = str(path / "planned.jsonl")
+        raise SelectionError(Problem("the run has no planned cases", remedy, plan))
     return list(cases.values())
 
 

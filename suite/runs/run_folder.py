@@ -37,6 +37,7 @@ from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import (
     DAMAGE,
     UNWRITABLE,
+    damage_of,
     from_others,
     lines_of,
     open_input,
@@ -139,10 +140,10 @@ class Run:
         """This run, with the verdict ``flaky`` of each case that failed before and does no longer,
         judged by the same code: what was seen once stays.
         """
-        failed: dict[str, list[CaseResult]] = {}
-        for one in self.superseded:
-            if verdicts.kind(one.verdict) in verdicts.RED - {"refused"}:
-                failed.setdefault(one.id, []).append(one)
+        broke = verdicts.RED - {"refused"}
+        failed = table.grouped(
+            (one.id, one) for one in self.superseded if verdicts.kind(one.verdict) in broke
+        )
         cases = [self._told_flaky(result, failed.get(result.id, ())) for result in self.cases]
         return replace(self, cases=cases)
 
@@ -299,10 +300,8 @@ class RunFolder:
         for line in new if planned else ():
             case = Case.from_dict(json.loads(line))
             if planned.get(case.id, case) != case:
-                what, remedy = (
-                    "this run has another case with the same id",
-                    "name another run folder",
-                )
+                what = "this run has another case with the same id"
+                remedy = "name another run folder"
                 raise SelectionError(Problem(what, remedy, case.id, str(self.path)))
         self._invocation.planned = [case.id for case in cases]
         self._invocation.kills = list(kills)
@@ -506,9 +505,8 @@ def read_as_written(path: Path, strict: bool = False, damaged: list[Problem] | N
     """
     header = read_header(path)
     if header is None:
-        raise SelectionError(
-            Problem("this is not a run folder", "name a folder that holds run.json", str(path))
-        )
+        remedy = "name a folder that holds run.json"
+        raise SelectionError(Problem("this is not a run folder", remedy, str(path)))
     last: dict[tuple[str, str], tuple[int, Line]] = {}
     earlier: list[tuple[int, Line]] = []
     for number, line in _lines(path / LINES, strict):
@@ -538,9 +536,7 @@ def read_as_written(path: Path, strict: bool = False, damaged: list[Problem] | N
                 readers.get(word, _keep_in(run, kind))(line)
             except DAMAGE as error:
                 name = line.get("id") or line.get("name") or "a line"
-                what = f"is damaged: {name}: {type(error).__name__} {error}"
-                remedy = "run `shardproof verify` to list every change"
-                problem = Problem(what, remedy, None, str(path / LINES), number)
+                problem = damage_of(error, path / LINES, number, f"{name}: ")
                 if damaged is None:
                     raise SelectionError(problem) from None
                 damaged.append(problem)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -16,6 +15,7 @@ from typing import TypeVar
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.runs.durations import Durations
+from shardproof.table import grouped
 
 #: Starting and stopping the launcher.
 START_SECONDS = 4.0
@@ -65,18 +65,14 @@ def estimates(
     guess: Callable[[T], float],
 ) -> list[float]:
     """Seconds of each: those of the ``past``, else the median of what is alike, else a guess."""
-    alike: dict[Hashable, list[float]] = defaultdict(list)
-    for item, seconds in past:
-        if seconds is not None:
-            alike[like(item)].append(seconds)
+    alike = grouped((like(item), seconds) for item, seconds in past if seconds is not None)
     typical = {key: statistics.median(values) for key, values in alike.items()}
     return [s if s is not None else typical.get(like(one)) or guess(one) for one, s in past]
 
 
 def _in_turn(cases: Sequence[Case]) -> list[Case]:
     """One case of each (implementation, label, backend) after the other, larger worlds first."""
-    queues: dict[tuple[str, str, str], list[Case]] = defaultdict(list)
-    for case in sorted(cases, key=lambda case: (case.tier != "quick", -case.world)):
-        queues[case.implementation, case.label, case.backend].append(case)
+    ordered = sorted(cases, key=lambda case: (case.tier != "quick", -case.world))
+    queues = grouped(((case.implementation, case.label, case.backend), case) for case in ordered)
     rounds = itertools.zip_longest(*queues.values())
     return [case for turn in rounds for case in turn if case is not None]

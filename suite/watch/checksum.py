@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardproof.table import grouped
 from shardproof.watch.found import Tracked, local
 
 #: Lanes of a piece, by type of device: on a GPU every call costs more than a cache saves.
@@ -33,11 +34,8 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     Shape and dtype are not part of it; tensors are read in row-major order.
     """
     sums = [len(tensors)] * len(tensors)
-    work: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for number, tensor in enumerate(tensors):
-        lanes = _lanes(tensor)
-        if len(lanes):
-            work.setdefault((lanes.device, lanes.dtype), []).append((number, lanes))
+    lanes = ((number, _lanes(tensor)) for number, tensor in enumerate(tensors))
+    work = grouped(((own.device, own.dtype), (number, own)) for number, own in lanes if len(own))
     for (device, _), items in work.items():
         owners, values = _Pieces(device).of(items)
         for owner, value in zip(owners, values, strict=True):
@@ -214,9 +212,7 @@ def not_finite(tensors: Iterable[Tensor | None]) -> int | None:
         if t is not None and t.numel() and (t.is_floating_point() or t.is_complex())
     ]
     # A sum reads a tensor once and is not finite if an element is not; it may overflow by itself.
-    sums: dict[torch.device, list[Tensor]] = {}
-    for _, tensor in there:
-        sums.setdefault(tensor.device, []).append(tensor.sum().abs().float())
+    sums = grouped((tensor.device, tensor.sum().abs().float()) for _, tensor in there)
     if all(bool(torch.stack(of_device).isfinite().all()) for of_device in sums.values()):
         return None
     return next((number for number, t in there if not bool(t.isfinite().all())), None)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from shardproof.backends.errors import name_ranks, spans
-from shardproof.table import some
+from shardproof.table import grouped, some
 from shardproof.watch import checksum
 from shardproof.watch.checksum import folded, of_text
 from shardproof.watch.exchange import BrokenExchange, Exchange, Pending
@@ -530,9 +530,7 @@ def described(one: Tracked) -> str:
 
 def odd(values: Mapping[int, Any]) -> str:
     """Which ranks differ from the largest set of equal ranks, in words."""
-    sets: dict[Any, list[int]] = {}
-    for rank, value in values.items():
-        sets.setdefault(value, []).append(rank)
+    sets = grouped((value, rank) for rank, value in values.items())
     ordered = sorted(sets.values(), key=lambda ranks: (-len(ranks), ranks))
     if len(ordered) == len(values) == 2:
         return " and ".join(map(name_ranks, ordered))

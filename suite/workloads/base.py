@@ -410,7 +410,8 @@ class Workload:
             start += size
             lots = [[list(itertools.islice(order, length)) for length in sizes] for sizes in cut]
             batches.append(Batch(step, tuple(tuple(map(micro, window)) for window in lots)))
-        first = self.spec.first_share(step, coordinates)
+        # The share of the first data coordinate in this step.
+        first = step % coordinates if "rotating_shares" in self.traits else 0
         return batches[first:] + batches[:first]
 
     def at(self, first: int, size: int) -> Workload:

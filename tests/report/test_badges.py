@@ -26,10 +26,11 @@ from shardproof.init.drawing import (
     badge,
     file_names,
     of_cell,
+    overall,
     width,
     write,
 )
-from shardproof.report.capability_matrix import CAPABILITIES, STATES, CapabilityCell, overall
+from shardproof.report.capability_matrix import CAPABILITIES, STATES, CapabilityCell
 from shardproof.runs.run_folder import Run, RunFolder, read
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -12,6 +12,7 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.checks import CHECKS, OF_UNTRAINED, Outcome
 from shardproof.checks.results import CaseResult, LeftOut
 from shardproof.contract import OptimizerSpec
+from shardproof.init.drawing import overall
 from shardproof.report.capability_matrix import (
     BY_CHECK,
     BY_TRAIT,
@@ -21,7 +22,6 @@ from shardproof.report.capability_matrix import (
     capabilities,
     cells,
     outcome,
-    overall,
 )
 from shardproof.verdicts import GREEN, VERDICTS, exit_code
 from shardproof.workloads.traits import TRAITS

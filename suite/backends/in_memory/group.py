@@ -161,20 +161,8 @@ class _OwnState(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(default_pg=None, group_count=0, comms=[], **{name: {} for name in _MAPS})
 
-    @property
-    def pg_config_info(self) -> list[dict[str, Any]]:
-        """For torch's own diagnostics."""
-        return [
-            {
-                "pg_name": self.pg_names[group],
-                "pg_desc": group.group_desc,
-                "backend_config": self.pg_backend_config[group],
-                "ranks": list(ranks),
-                "group_size": len(ranks),
-                "group_count": self.group_count,
-            }
-            for group, ranks in self.pg_group_ranks.items()
-        ]
+    #: For torch's own diagnostics.
+    pg_config_info = c10d._World.pg_config_info
 
 
 class ThreadWorlds:

@@ -6,7 +6,6 @@ Each algorithm has a colour, a dash and a mark of its own; the legend stands bel
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
@@ -14,6 +13,7 @@ from markupsafe import Markup
 from shardproof.bench.collective_times import Timed, text
 from shardproof.bench.drawings.markers import marker
 from shardproof.report.drawings import svg
+from shardproof.table import grouped
 
 _MARKS = ("circle", "square", "diamond")
 _WIDTH = 330.0
@@ -25,9 +25,7 @@ LOOKS = 7
 
 def panels(lines: Iterable[Timed]) -> list[tuple[str, Markup]]:
     """Headings and drawings."""
-    groups: dict[tuple[str, str, int], list[Timed]] = defaultdict(list)
-    for line in lines:
-        groups[line.operation, line.backend, line.world].append(line)
+    groups = grouped(((line.operation, line.backend, line.world), line) for line in lines)
     return [
         (f"{operation} on {backend}, {world} ranks", _draw(members))
         for (operation, backend, world), members in groups.items()

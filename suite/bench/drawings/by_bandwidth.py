@@ -7,7 +7,6 @@ own; the legend stands below.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
@@ -17,6 +16,7 @@ from shardproof.bench.drawings.markers import marker
 from shardproof.bench.lines import CellLine
 from shardproof.launch.nodes import bits_per_second
 from shardproof.report.drawings import svg
+from shardproof.table import grouped
 
 #: Units of a drawing, and from its edges to the plot.
 WIDTH, LEFT, RIGHT, TOP = 330.0, 42.0, 12.0, 14.0
@@ -45,10 +45,8 @@ _PLOT, _ROW = 190.0, 15.0
 
 def panels(lines: Iterable[CellLine]) -> list[tuple[str, Markup]]:
     """Headings and drawings of cells between nodes that were measured at several bandwidths."""
-    groups: dict[tuple[str, int], list[CellLine]] = defaultdict(list)
-    for line in lines:
-        if line.cell.bandwidth and line.efficiency is not None:
-            groups[line.cell.name, line.world].append(line)
+    found = (line for line in lines if line.cell.bandwidth and line.efficiency is not None)
+    groups = grouped(((line.cell.name, line.world), line) for line in found)
     return [
         (f"{name}: efficiency of {world} ranks by bandwidth", _draw(name, world, members))
         for (name, world), members in sorted(groups.items())

@@ -7,7 +7,6 @@ fewer cores than ranks and decides nothing; a dashed line is modelled.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from shardproof.bench.lines import CellLine
 from shardproof.bench.scaling import tables
 from shardproof.report.drawings import svg
 from shardproof.report.looks import chip
-from shardproof.table import Table
+from shardproof.table import Table, grouped
 
 #: What a curve is against, its mark and its name.
 BASES = (("plain", "circle"), ("wrapped", "square"))
@@ -39,9 +38,7 @@ def table(lines: Sequence[CellLine]) -> Table:
 
 def panels(lines: Iterable[CellLine]) -> list[tuple[str, Markup]]:
     """Headings and drawings."""
-    groups: dict[tuple[str, str, str], list[CellLine]] = defaultdict(list)
-    for line in lines:
-        groups[line.cell.name, line.title, line.cell.network].append(line)
+    groups = grouped(((one.cell.name, one.title, one.cell.network), one) for one in lines)
     return [
         (f"{name} on {backend}, {scenario} scaling", _draw(scenario, name, backend, members))
         for (scenario, name, backend), members in sorted(groups.items())

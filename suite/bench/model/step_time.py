@@ -19,7 +19,7 @@ from shardproof.bench.model.messages import Window
 from shardproof.bench.subjects import Call
 from shardproof.costs import CostModel, ModelFacts
 from shardproof.costs.model import Flow
-from shardproof.costs.model_facts import TensorFacts
+from shardproof.table import grouped
 
 if TYPE_CHECKING:
     from shardproof.ledgers import traffic
@@ -135,9 +135,7 @@ def ddp_buckets(facts: ModelFacts) -> int:
     """
     first = int(facts.option("first_bucket_bytes", 2**20))
     limit = int(facts.option("bucket_bytes", 25 * 2**20))
-    by_dtype: dict[str, list[TensorFacts]] = {}
-    for tensor in reversed(facts.trainable):
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    by_dtype = grouped((tensor.dtype, tensor) for tensor in reversed(facts.trainable))
     count = 0
     for tensors in by_dtype.values():
         filled, most = 0, first

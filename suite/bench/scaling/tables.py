@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -10,7 +10,7 @@ from shardproof.bench.lines import CellLine, Efficiency
 from shardproof.bench.subjects import BASES
 from shardproof.bench.tables import interval
 from shardproof.report import brief
-from shardproof.table import Mark, Table
+from shardproof.table import Mark, Table, grouped
 
 HEADINGS = (
     *("scaling", "system", "backend", "ranks", "verdict"),
@@ -90,9 +90,7 @@ def markdown(lines: Sequence[CellLine]) -> str:
 
 
 def _groups(lines: Sequence[CellLine]) -> list[list[CellLine]]:
-    groups: dict[tuple[str, ...], list[CellLine]] = defaultdict(list)
-    for line in lines:
-        groups[line.cell.group].append(line)
+    groups = grouped((line.cell.group, line) for line in lines)
     return [sorted(members, key=lambda line: line.world) for members in groups.values()]
 
 

@@ -32,6 +32,7 @@ from shardproof.commands.supervision import Interrupts
 from shardproof.launch import process_control
 from shardproof.launch.nodes import ENVIRONMENT, NODE
 from shardproof.runs.machine import KERNEL_VARIABLES, commit
+from shardproof.table import grouped
 from shardproof.verdicts import BAD_INPUT, BROKEN, HELD, INTERRUPTED, NOT_DECIDED
 
 LABEL = "shardproof"
@@ -375,10 +376,8 @@ def _remove_once(there: list[Any]) -> None:
 
 def clean(engine: Any, say: Callable[[str], None], everything: bool = False) -> bool:
     """Remove leftovers of runs; active ones only with ``everything``. Returns whether all went."""
-    gone, found = True, dict[str, list[Any]]()
-    for part in parts(engine):
-        found.setdefault(label_of(part), []).append(part)
-    for name, there in sorted(found.items()):
+    gone = True
+    for name, there in sorted(grouped((label_of(part), part) for part in parts(engine)).items()):
         does = what_it_does(there)
         if not everything and does != LEFT_OVER:
             say(f"kept: {name}, which {does}; `cluster clean --all` removes it, too\n")

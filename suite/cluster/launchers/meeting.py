@@ -26,6 +26,7 @@ from shardproof.cluster.launchers import foreign_records
 from shardproof.cluster.launchers.foreign_records import Host
 from shardproof.cluster.launchers.place import Place, is_loopback, telling
 from shardproof.errors import LaunchError, Problem
+from shardproof.table import grouped
 
 #: Seconds that rank 0, with whom the store ends, waits until the others have read a refusal.
 READING_SECONDS = 5.0
@@ -242,9 +243,8 @@ def answer(store: dist.Store, place: Place, seconds: float, interface: str | Non
 
 def hosts(store: dist.Store, world: int) -> list[Host]:
     """Where the ranks of a job are that has answered, by their lowest ranks."""
-    ranks: dict[str, list[int]] = {}
-    for entry in sorted(_read(store, world), key=lambda entry: entry.rank):
-        ranks.setdefault(entry.host, []).append(entry.rank)
+    entries = sorted(_read(store, world), key=lambda entry: entry.rank)
+    ranks = grouped((entry.host, entry.rank) for entry in entries)
     return [Host(name, on_it) for name, on_it in ranks.items()]
 
 

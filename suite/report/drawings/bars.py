@@ -19,7 +19,7 @@ from shardproof.checks.results import CaseResult
 from shardproof.report import memory
 from shardproof.report.drawings import svg
 from shardproof.report.tables import Figures, bytes_of, bytes_text, textbook, whole
-from shardproof.table import Mark, Row, Table, TableCell
+from shardproof.table import Mark, Row, Table, TableCell, grouped
 
 #: Classes of state, in the order in which they are stacked.
 CLASSES = ("parameters", "masters", "gradients", "optimizer_state")
@@ -118,11 +118,8 @@ def _pair(
 
 def traffic_bars(results: Iterable[CaseResult]) -> list[BarRow]:
     """One bar for each implementation with options, backend and world that was counted."""
-    groups: dict[tuple[str, str, int], list[CaseResult]] = defaultdict(list)
-    for result in results:
-        if result.bytes_sent and result.bytes_expected:
-            case = result.case
-            groups[case.system, case.backend, case.world].append(result)
+    counted = (one for one in results if one.bytes_sent and one.bytes_expected)
+    groups = grouped(((r.case.system, r.case.backend, r.case.world), r) for r in counted)
     bars = [_traffic_bar(*key, groups[key]) for key in sorted(groups) if any(bytes_of(groups[key]))]
     return sorted(bars, key=lambda bar: not bar.red)
 

@@ -24,7 +24,7 @@ from shardproof.backends import BACKENDS
 from shardproof.checks.results import CaseResult
 from shardproof.report.drawings import svg
 from shardproof.runs import records
-from shardproof.table import Table
+from shardproof.table import Table, grouped
 
 #: At most so many timelines, lanes in one, and blocks in one.
 MOST, LANES, BLOCKS = 12, 16, 2000
@@ -101,10 +101,7 @@ def _timeline(folder: Path, result: CaseResult) -> TimelineFigure:
     clocked = all(row.get("began") is not None for row in sections["action"])
     begin, end = ("began", "ended") if clocked else ("begin", "end")
     actions = [{**row, "from": row[begin], "to": row[end]} for row in sections["action"]]
-    lanes: dict[int, list[Action]] = defaultdict(list)
-    for row in actions:
-        if row["step"] == last:
-            lanes[row["rank"]].append(row)
+    lanes = grouped((row["rank"], row) for row in actions if row["step"] == last)
     for lane in lanes.values():
         lane.sort(key=lambda row: row["begin"])
     notes = [] if clocked else ["No clocks in this record: distances are numbers of events."]
@@ -141,9 +138,7 @@ def _draw(
     final = max(row["to"] for lane in lanes.values() for row in lane)
     x = svg.PixelScale(first, max(final, first + 1e-9), _LEFT, _WIDTH - _RIGHT)
     stages = max(row["stage"] for lane in lanes.values() for row in lane) + 1
-    every: dict[int, list[Action]] = defaultdict(list)
-    for row in actions:
-        every[row["rank"]].append(row)
+    every = grouped((row["rank"], row) for row in actions)
     bottom = _TOP + _LANE * len(lanes)
     parts = _ticks(x, final - first, bottom) if clocked else []
     for number, (rank, lane) in enumerate(lanes.items()):

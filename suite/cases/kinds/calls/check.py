@@ -19,16 +19,14 @@ from shardproof.cases.kinds import judged
 from shardproof.checks import Needs, Outcome, Worst
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
+from shardproof.table import grouped
 
 NEEDS: Needs = ("values",)
 
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
     """A row per call: what the ranks agree on, or what the first of them that differs says."""
-    by_call: dict[int, list[ComparisonRow]] = {}
-    for record in evidence.records:
-        for row in record.calls:
-            by_call.setdefault(row.step, []).append(row)
+    by_call = grouped((row.step, row) for record in evidence.records for row in record.calls)
     return [min(by_call[step], key=_gravity) for step in sorted(by_call)]
 
 
