@@ -15,7 +15,7 @@ from shardproof.comm import Mesh
 from shardproof.contract import Now, OptimizerSpec, Refused
 from shardproof.impls.reference.expert import ReferenceExpert
 from shardproof.impls.reference.expert.balancing import Balancing, step
-from shardproof.impls.reference.expert.exchange import Exchange
+from shardproof.impls.reference.expert.exchange import Exchange, reaches
 from shardproof.workloads.mixture import Experts, two_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,6 +97,38 @@ def system(mesh: Mesh, **options: Any) -> ReferenceExpert:
     made = ReferenceExpert()
     made.setup(own.build_for(mesh.rank), own.state(), OptimizerSpec(), mesh, options)
     return made
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_idle_rank_goes_backward_only_if_the_losses_of_others_come_to_experts(
+    seen: bool,
+) -> None:
+    def body(rank: int, world: int) -> tuple[list[bool], list[str], int]:
+        made = system(Mesh({"expert": world}), recompute_every=1)
+        handle, given = made.handle, torch.full((2, 8), 65)
+        given[:, 0] = 1
+        # Rank 0 has 2 micro-batches, rank 1 has 1: in the second round rank 1 is idle.
+        rounds = 2 - rank
+        handle.before_step(rounds)
+        for _ in range(rounds):
+            outputs = made.module(given)
+            loss = outputs.sum() if seen else (made.module.head.weight * outputs.sum().item()).sum()
+            handle.before_backward(loss)
+            loss.backward()
+        kept = len(handle.exchanges[0].plans)
+        handle.sit_out()
+        handle.finish()
+        used = [name for name, p in made.module.named_parameters() if p.grad is not None]
+        parts = [axes for _, axes in handle.norm_parts()]
+        assert (kept == 0) is seen
+        return [("expert",) in parts, reaches(loss)], used, len(handle.exchanges[0].plans)
+
+    for sums, used, kept in succeed(body, 2):
+        # The norm is summed over the axis whether or not there are gradients of experts.
+        assert sums == [True, seen]
+        assert ("blocks.0.mlp.experts.up" in used) is seen
+        assert ("blocks.0.mlp.router.weight" in used) is seen
+        assert kept == 0
 
 
 def test_whole_tensors_are_gathered_from_all_ranks() -> None:

@@ -14,9 +14,10 @@ tokens that use few.  So leave the experts where they are and send the tokens (G
 
     layer     forward    router, choice, places | counts | dispatch | experts | combine | weights
               backward                                     combine' | experts | dispatch'
-    step      before_step                [1] the largest number of micro-batches in the group
+    step      before_step                [1] most and fewest micro-batches of a rank in the group
               micro-batches              [2] forward, backward; both all-to-alls, and their reverse
-              rounds without one         [3] the same calls with no rows (idle.py)
+              rounds without one         [3] the same calls with no rows (idle.py); before backward
+                                             the others say whether it comes to experts
               finish                     [4] all but experts: sum over replicate x expert
                                          [5] experts: sum over replicate only
               clip                       [6] norm: experts of all ranks, the rest once
@@ -40,9 +41,10 @@ width d that leave their rank: 4 T d (dispatch, combine, and both in backward); 
 recomputation.  T follows from the routing.  2 (N-1) bytes of gradients of all but experts,
 2 (R-1) bytes of those of experts, 8-byte sums for the norm.  Memory: P, G and O of experts over X.
 Numbers: an expert adds up tokens of several ranks in one product, in another order than one device.
-Left out: overlap of the exchange with the shared experts, buckets that leave during backward, and
-an elastic group: a member that leaves takes its experts with it.  Experts on ranks of the data axes
-are the hybrid's (hybrid/experts.py).
+Left out: overlap of the exchange with the shared experts, buckets that leave during backward, a
+layer that the losses of some ranks reach and those of others in the same round do not, and an
+elastic group: a member that leaves takes its experts with it.  Experts on ranks of the data axes are
+the hybrid's (hybrid/experts.py).
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.recompute import Group
 from shardproof.impls.reference.engine.state import broadcast_tensors, gather_pieces, named_state
 from shardproof.impls.reference.expert.balancing import Balancing
-from shardproof.impls.reference.expert.exchange import Exchange
+from shardproof.impls.reference.expert.exchange import Exchange, reaches
 from shardproof.impls.reference.expert.idle import IdleRounds
 
 T = TypeVar("T")
@@ -117,7 +119,7 @@ class ExpertParallel(Whole):
         self.cuts: dict[str, tuple[slice, int]] = {}
         self.exchanges = self.cut(roles, bool(repeated))
         self.idle = self.idle_type(self.grouped(repeated), bool(repeated))
-        self.rounds = self.own_rounds = 0
+        self.rounds = self.own_rounds = self.joint_rounds = self.round = 0
         self.ends: list[Tensor] = []
 
     def over(self, along: Sequence[str]) -> Comm | None:
@@ -165,17 +167,22 @@ class ExpertParallel(Whole):
     # ------------------------------------------------------------------------------------ rounds
 
     def before_step(self, micro_batches: int) -> None:  # [1]
-        """Agree on the number of rounds of the group."""
-        self.own_rounds, self.rounds = micro_batches, self.most(micro_batches)
-        # Of forwards that no backward reached, such as those of a step in which the head learns.
-        for exchange in self.exchanges:
-            exchange.plans.clear()
+        """Agree on the rounds of the group, and on how many of them all ranks have."""
+        self.own_rounds, self.round = micro_batches, 0
+        self.rounds, fewest = self.most(micro_batches, -micro_batches)
+        self.joint_rounds = -fewest
 
-    def most(self, rounds: int) -> int:
-        """The largest number of rounds of a rank of the group."""
+    def most(self, *numbers: int) -> Sequence[int]:
+        """The largest of each of ``numbers`` in the group."""
         if self.across is None or not self.exchanges:
-            return rounds
-        return self.across.agree([rounds], "max")[0]
+            return numbers
+        return self.across.agree(numbers, "max")
+
+    def before_backward(self, loss: Tensor) -> None:
+        """In a round that not all ranks have, tell the others whether backward needs them."""
+        self.round += 1
+        if self.round > self.joint_rounds:
+            self.most(int(reaches(loss)))
 
     def forwards_ended(self) -> None:
         """Make the calls of the forwards that other ranks still have."""
@@ -185,14 +192,15 @@ class ExpertParallel(Whole):
         """Make the calls of the rounds that this rank has no micro-batch for."""
         for number in range(self.own_rounds, self.rounds):
             early = number - self.own_rounds < len(self.ends)
-            self.idle.backward(
-                self.ends[number - self.own_rounds] if early else self.idle.forward()
-            )
+            end = self.ends[number - self.own_rounds] if early else self.idle.forward()
+            # Only the others' losses know: in a step in which the head learns none comes here.
+            if self.most(0)[0]:
+                self.idle.backward(end)
         self.ends = []
 
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Results of ``passes``; a rank with fewer than others lends them its experts."""
-        most = self.most(len(passes))  # before the first, in which others wait for this rank
+        [most] = self.most(len(passes))  # before the first, in which others wait for this rank
         results = super().evaluate(passes)
         for _ in range(len(passes), most):
             self.idle.forward()
@@ -203,6 +211,9 @@ class ExpertParallel(Whole):
     @torch.no_grad()
     def finish(self) -> None:
         """Sum gradients over the ranks that hold the same parameters and saw other tokens."""
+        # Of forwards that no backward reached, such as those of a step in which the head learns.
+        for exchange in self.exchanges:
+            exchange.plans.clear()
         # In this order on all ranks: the two groups overlap, and would wait for each other.
         named = list(zip(self.names, self.parameters, strict=True))
         for comm, chosen in (
@@ -234,7 +245,9 @@ class ExpertParallel(Whole):
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:  # [6]
         """Experts of all ranks of the axis, the rest once."""
         named = zip(self.names, self.parameters, strict=True)
-        return [
+        nothing = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        # Whether or not this rank has gradients: all ranks must make the call.
+        return [(nothing, (AXIS,))] * bool(self.cuts) + [
             (power_sum(p.grad, order), (AXIS,) if name in self.cuts else ())
             for name, p in named
             if p.grad is not None

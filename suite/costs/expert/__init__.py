@@ -83,11 +83,13 @@ class ExpertParallel(CostModel):
         backward    combine: gradients of rows that left    dispatch: of rows that came
         """
         by_rank = []
+        # How often the rows of a layer travel both ways.
+        times = {n: 1 + (1 + self.repeats) * self.facts.is_reached(n) for n in self.layers}
         for rank in range(self.facts.world):
-            held = [name for name in self.layers if holds(rank, name)]
-            rows = sum(self.rows(rank, name) * self.row_bytes(name) for name in held)
-            calls = (4 + 2 * self.repeats) * self.rounds_of(rank) * len(held)
-            by_rank.append((calls, Fraction((2 + self.repeats) * rows)))
+            held = {name: times[name] for name in self.layers if holds(rank, name)}
+            rows = sum(n * self.rows(rank, name) * self.row_bytes(name) for name, n in held.items())
+            calls = 2 * self.rounds_of(rank) * sum(held.values())
+            by_rank.append((calls, Fraction(rows)))
         sent = sum((size for _, size in by_rank), Fraction(0))
         calls = sum(number for number, _ in by_rank)
         return Flow(self.axis, "all_to_all", sent, calls, tuple(by_rank), ranks=self.ranks)
