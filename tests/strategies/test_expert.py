@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from local_ranks import succeed
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardproof import workloads
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import Now, OptimizerSpec, Refused
-from shardproof.impls.reference.expert import ReferenceExpert
+from shardproof.impls.reference.engine.recompute import recompute_units
+from shardproof.impls.reference.expert import ExpertParallel, ReferenceExpert
 from shardproof.impls.reference.expert.balancing import Balancing, step
 from shardproof.impls.reference.expert.exchange import Exchange, reaches
 from shardproof.workloads.mixture import Experts, two_layers
@@ -97,6 +99,44 @@ def system(mesh: Mesh, **options: Any) -> ReferenceExpert:
     made = ReferenceExpert()
     made.setup(own.build_for(mesh.rank), own.state(), OptimizerSpec(), mesh, options)
     return made
+
+
+class Layer(nn.Module):
+    """A mixture whose routing is fixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = experts(4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Row n takes expert n modulo 4."""
+        outputs: Tensor = self.experts(rows, torch.arange(len(rows)) % 4)
+        return rows + outputs
+
+
+def test_an_idle_rank_repeats_the_mixtures_of_units_and_no_others() -> None:
+    def trained(mesh: Mesh | None, rounds: int) -> dict[str, Tensor | None]:
+        model = nn.Sequential(OrderedDict(front=Layer(), block=Layer(), last=Layer()))
+        groups = recompute_units(model, ["block"], 1)
+        roles = dict.fromkeys(("front.experts", "block.experts", "last.experts"), "expert")
+        handle = ExpertParallel(model, mesh, roles, groups) if mesh else None  # type: ignore[arg-type]
+        if handle:
+            handle.before_step(rounds)
+        for _ in range(rounds):
+            loss = model(draw(6, 4, seed=3)).square().sum()
+            if handle:
+                handle.before_backward(loss)
+            loss.backward()
+        if handle:
+            handle.sit_out()
+            assert all(not one.plans for one in handle.exchanges)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    whole = trained(None, 1)
+    found = succeed(lambda rank, world: trained(Mesh({"expert": world}), 1 - rank), 2)
+    for name, gradient in whole.items():
+        parts = [own[name] for own in found]
+        assert torch.allclose(torch.cat(parts), gradient, atol=1e-12), name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seen", [True, False])

@@ -43,14 +43,15 @@ recomputation.  T follows from the routing.  2 (N-1) bytes of gradients of all b
 Numbers: an expert adds up tokens of several ranks in one product, in another order than one device.
 Left out: overlap of the exchange with the shared experts, buckets that leave during backward, a
 layer that the losses of some ranks reach and those of others in the same round do not, and an
-elastic group: a member that leaves takes its experts with it.  Experts on ranks of the data axes are
-the hybrid's (hybrid/experts.py).
+elastic group: a member that leaves takes its experts with it.  Experts on ranks of the data axes
+are the hybrid's (hybrid/experts.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -117,10 +118,10 @@ class ExpertParallel(Whole):
         #: how many there are.
         self.of_experts: set[str] = set()
         self.cuts: dict[str, tuple[slice, int]] = {}
-        self.exchanges = self.cut(roles, bool(repeated))
-        self.idle = self.idle_type(self.grouped(repeated), bool(repeated))
+        self.exchanges = self.cut(roles, [unit for group in repeated for unit in group.names])
+        self.idle = self.idle_type(self.grouped(repeated))
         self.rounds = self.own_rounds = self.joint_rounds = self.round = 0
-        self.ends: list[Tensor] = []
+        self.ends: list[list[Tensor]] = []
 
     def over(self, along: Sequence[str]) -> Comm | None:
         """The group along some axes; ``None``: the mesh has none of them."""
@@ -131,8 +132,10 @@ class ExpertParallel(Whole):
         if self.comm is not None:
             broadcast_tensors(list(named_state(module).values()), self.comm)
 
-    def cut(self, roles: Mapping[str, Role], repeats: bool) -> list[Exchange]:
-        """Keep this rank's experts, and let tokens travel to the others'."""
+    def cut(self, roles: Mapping[str, Role], repeated: Sequence[str]) -> list[Exchange]:
+        """Keep this rank's experts, and let tokens travel to the others'; backward repeats the
+        units ``repeated``.
+        """
         exchanges = []
         for name in (name for name, role in roles.items() if role == EXPERT):
             experts = self.module.get_submodule(name)
@@ -146,6 +149,7 @@ class ExpertParallel(Whole):
                     f"mesh axis {AXIS!r} = {self.across.size}: {name!r} has {total} experts, "
                     f"which cannot be divided among {self.across.size} ranks; valid: {valid}"
                 )
+            repeats = any(_within(name, unit) for unit in repeated)
             exchange = self.exchange_type(name, experts, total, self.across, repeats)
             for leaf, parameter in experts.named_parameters():
                 self.cuts[f"{name}.{leaf}"] = exchange.own, total
@@ -155,14 +159,15 @@ class ExpertParallel(Whole):
         return exchanges
 
     def grouped(self, repeated: Sequence[Group]) -> list[list[Exchange]]:
-        """The exchanges of each group of units that backward repeats; else all of them."""
-        if not repeated:
-            return [self.exchanges] if self.exchanges else []
-        found = [
-            [one for one in self.exchanges if any(_within(one.name, unit) for unit in group.names)]
-            for group in repeated
-        ]
-        return [group for group in found if group]
+        """The exchanges in forward order, neighbours together that backward repeats together, or
+        that lie in no group of units.
+        """
+
+        def home(one: Exchange) -> int:
+            homes = (any(_within(one.name, unit) for unit in group.names) for group in repeated)
+            return next((number for number, is_home in enumerate(homes) if is_home), -1)
+
+        return [list(group) for _, group in groupby(self.exchanges, home)]
 
     # ------------------------------------------------------------------------------------ rounds
 
