@@ -79,7 +79,9 @@ def _record(
     name: str, costs: str, family: str, profile: frozenset[str], along: tuple[str, ...], **more: Any
 ) -> Strategy:
     """A strategy of the textbook; where bounds are known, its reference keeps within them."""
-    bounds, path = bool(family), f"shardproof.costs.{costs}"
+    # A rank of experts or of positions computes with what others sent: no bound is known.
+    bounds = family not in ("", "context", "expert")
+    path = f"shardproof.costs.{costs}"
     return Strategy(name, path, family, profile, along, bounds_temporaries=bounds, **more)
 
 
@@ -136,8 +138,8 @@ _RECORDS = (
         own_stages=True,
     ),
     _record("tensor", "tensor:TensorParallel", "tensor", _SPLIT, _TENSOR),
-    _record("context", "context:Context", "", _ZERO | {"context"}, (*_COPIES, *_CONTEXT)),
-    _record("expert", "expert:ExpertParallel", "", _ZERO, (*_COPIES, *_EXPERTS)),
+    _record("context", "context:Context", "context", _ZERO | {"context"}, (*_COPIES, *_CONTEXT)),
+    _record("expert", "expert:ExpertParallel", "expert", _ZERO, (*_COPIES, *_EXPERTS)),
     _record("hybrid", "hybrid:Hybrid", "hybrid", _SPLIT | {"stages"}, _GRID, own_stages=True),
 )
 #: The strategies of the textbook, by name.

@@ -405,5 +405,5 @@ class DeepSpeedUlysses(DDP):
             for heads, kv, size, item in exchange.layers
             for n in (heads, kv, kv, heads)
         ]
-        passes = exchange.forwards + 1
+        passes = exchange.forwards + exchange.backwards
         return [*super().flows(), *exchange.each("all_to_all", payloads, passes)]

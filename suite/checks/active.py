@@ -242,11 +242,11 @@ def _recomputation(evidence: Figures) -> str:
         return ""
 
     def wrong(record: RankRecord, step: int) -> str:
-        begun = Counter((kind, unit) for _, kind, unit in record.events_of(step))
+        begun, now = Counter(e[1:] for e in record.events_of(step)), replace(facts, step=step)
         for unit in facts.units:
             wanted = begun["forward", unit] if every else 0
             again = begun["recompute", unit]
-            if again == 0 and _asks_for_no_backward(facts, unit):
+            if again == 0 and (_asks_for_no_backward(facts, unit) or not now.is_reached(unit)):
                 continue
             if again != wanted:
                 asked = f"expected {wanted} (recompute_every: {every})"

@@ -12,6 +12,8 @@ parameters and of their gradients, as they are sent.
     zero3     parameters, too            (D-1) G + R (F-1) P     m (2 (D-1) G + 3 R (F-1) P)
     pipeline  parameters, by stages      a boundary's messages   every boundary's messages
     tensor    some parameters            more than none          what Megatron's layers send
+    context   nothing                    as ddp, and some        as ddp, and the dearest attention
+    expert    some parameters            as ddp                  as ddp, and 6 times every row
     hybrid    each axis what it cuts     the sum over axes       the sum, once a tensor rank
 
 Least: D copies become one sum in D-1 additions of G bytes, and what one rank updated reaches D-1
@@ -28,6 +30,8 @@ from fractions import Fraction
 
 from shardproof import strategies
 from shardproof.axes import Cut, cutting, parts, sharded, size, summing
+from shardproof.costs.context import Exchange
+from shardproof.costs.expert import ExpertParallel
 from shardproof.costs.model import Bound, NoCostModel
 from shardproof.costs.model_facts import (
     ITEMSIZE,
@@ -232,6 +236,22 @@ def _tensor(facts: ModelFacts) -> tuple[Fraction, Fraction]:
     return Fraction(int(facts.parts("widths") > 1)), plain + 2 * facts.world * _whole_bytes(facts)
 
 
+def _context(facts: ModelFacts) -> tuple[Fraction, Fraction]:
+    """Of the published ways to attend the one that sends most."""
+    least, plain = _ddp(facts)
+    ways = [Exchange(facts, method).flows() for method in ("ring", "all_gather", "all_to_all")]
+    return least + any(ways), plain + max(sum(flow.bytes for flow in flows) for flows in ways)
+
+
+def _expert(facts: ModelFacts) -> tuple[Fraction, Fraction]:
+    """Every row, wherever its expert is: both ways forward, recomputed and backward."""
+    (least, plain), experts = _ddp(facts), ExpertParallel(facts)
+    shares = facts.routed[facts.step] if facts.routed else ()
+    layers = [(name, experts.row_bytes(name)) for name in experts.layers]
+    rows = sum(size * sum(own.get(name, ())) for own in shares for name, size in layers)
+    return least, plain + 6 * rows
+
+
 # ------------------------------------------------------------------------------------ several axes
 
 
@@ -342,12 +362,14 @@ _ZERO3 = Family("zero3", _zero3, cut=_ALL)
 _OF_DATA = (_DDP, _ZERO1, _ZERO2, _ZERO3)
 _PIPELINE = Family("pipeline", _pipeline, ("parameters",), cuts="layers", is_balanced=False)
 _TENSOR = Family("tensor", _tensor, ("parameters",), cuts="widths", is_balanced=False)
+_CONTEXT = Family("context", _context, whole=_ALL)
+_EXPERT = Family("expert", _expert, ("parameters",), cuts="experts", is_balanced=False)
 
 _HYBRID = HybridFamily("hybrid", _hybrid, ("parameters",), cuts="layers", is_balanced=False)
 
 #: By the name that a strategy's record gives (``shardproof.strategies``).
 FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (*_OF_DATA, _PIPELINE, _TENSOR, _HYBRID)
+    family.name: family for family in (*_OF_DATA, _PIPELINE, _TENSOR, _CONTEXT, _EXPERT, _HYBRID)
 }
 
 

@@ -266,6 +266,13 @@ class ModelFacts(Stored):
         by_name = {t.name: t for t in self.trainable}
         return [[by_name[name] for name in names] for names in self.groups]
 
+    def is_reached(self, name: str) -> bool:
+        """Whether a backward of the step comes to the module ``name``: not if it trains parameters
+        in other steps only.
+        """
+        own = [t for t in self.trainable if any(f"{o}.".startswith(f"{name}.") for o in t.owners)]
+        return not own or bool(used(own, self.step))
+
     def option(self, name: str, default: Any) -> Any:
         """The value of option ``name``, or ``default`` where it is missing or ``None``."""
         value = self.options.get(name)

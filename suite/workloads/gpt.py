@@ -263,6 +263,11 @@ class CharnamesGPT(WorkloadFamily):
                 whole = f"{divided} = {sizes[divided]}"
                 raise WorkloadError(f"{self.name}: {whole} is not divisible by {by} = {sizes[by]}")
         mixture.check(self.name, params)
+        if params["first_step"] == "head" and mixture.shows_scores(params):
+            raise WorkloadError(
+                f"{self.name}: balance and z_loss train all routers in step 0, in which "
+                "first_step = 'head' lets the head learn alone; set first_step to 'all'"
+            )
 
     def size(self) -> int:
         """Number of names."""

@@ -118,6 +118,43 @@ def test_a_sound_compressor_passes_whatever_its_integers_carry() -> None:
     assert len(found) == len(cases)
 
 
+def test_positions_and_experts_are_held_to_their_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    mixtures = replace(SMALL, params={"layers": 2, "width": 16, "seq": 8, "experts": 4})
+    cases = [
+        made_case(
+            name,
+            mesh,
+            id=f"{name} {options}",
+            workload=mixtures if "expert" in mesh else SMALL,
+            options=options,
+            optimizer=OptimizerSpec("adamw", lr=0.003),
+            depth="family",
+            checks=GENERAL,
+        )
+        for name, mesh, options in (
+            ("reference/context", {"context": 2}, {"method": "all_gather"}),
+            ("reference/context", {"replicate": 2, "context": 2}, {"method": "ring"}),
+            ("reference/context", {"context": 2}, {"method": "all_to_all", "recompute_every": 1}),
+            ("reference/expert", {"expert": 2}, {}),
+            ("reference/expert", {"replicate": 2, "expert": 2}, {"recompute_every": 1}),
+            ("adopted:CopiesExperts", {"expert": 2}, {}),
+        )
+    ]
+    found: list[CaseResult] = []
+    run_cases(cases, 2, found.append)
+    wrong = {r.case.implementation: r for r in found if r.verdict != "pass"}
+    assert {name: r.reason for name, r in wrong.items() if name.startswith("reference/")} == {}
+    copies = wrong["adopted:CopiesExperts"]
+    assert {c.check: c.status for c in copies.checks}["active"] == "fail"
+    assert "nothing is sharded on any rank" in copies.reason
+    # Promised and compared, where no family was named before.
+    ends = {(r.case.implementation, c.check): c.status for r in found for c in r.checks}
+    for check in ("active", "traffic", "memory"):
+        assert ends["reference/context", check] == ends["reference/expert", check] == "pass"
+
+
 def test_what_was_held_to_a_family_or_an_own_model_is_judged_again_without_the_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,9 +43,19 @@ def test_bytes_of_tokens_are_those_that_leave_their_rank_and_come_back() -> None
 
 
 def test_recomputation_sends_tokens_once_more() -> None:
-    facts = replace(FACTS, options={"recompute_every": 1})
+    facts = replace(FACTS, options={"recompute_every": 1}, units=("mlp",))
     flow = next(f for f in ExpertParallel(facts).flows() if f.operation == "all_to_all")
     assert (flow.bytes, flow.calls) == (6 * (6 + 2) * 16, 2 * 2 * 6)
+    # Backward repeats units only.
+    outside = ExpertParallel(replace(facts, units=("block",))).exchanged()
+    assert (outside.bytes, outside.calls) == (4 * (6 + 2) * 16, 2 * 2 * 4)
+
+
+def test_tokens_go_forward_only_in_a_step_whose_backward_does_not_come_to_experts() -> None:
+    late = tuple(replace(t, owners=("mlp.experts",), first_use=1) for t in (UP, DOWN))
+    facts = replace(FACTS, parameters=(DENSE, *late), options={"recompute_every": 1})
+    flow = ExpertParallel(replace(facts, units=("mlp",))).exchanged()
+    assert (flow.bytes, flow.calls) == (2 * (6 + 2) * 16, 2 * 2 * 2)
 
 
 def test_the_rest_is_summed_over_the_axis_and_experts_are_not() -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from local_ranks import succeed
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardproof import workloads
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import Now, OptimizerSpec, Refused
-from shardproof.impls.reference.expert import ReferenceExpert
+from shardproof.impls.reference.engine.recompute import recompute_units
+from shardproof.impls.reference.expert import ExpertParallel, ReferenceExpert
 from shardproof.impls.reference.expert.balancing import Balancing, step
-from shardproof.impls.reference.expert.exchange import Exchange
+from shardproof.impls.reference.expert.exchange import Exchange, reaches
 from shardproof.workloads.mixture import Experts, two_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,6 +99,76 @@ def system(mesh: Mesh, **options: Any) -> ReferenceExpert:
     made = ReferenceExpert()
     made.setup(own.build_for(mesh.rank), own.state(), OptimizerSpec(), mesh, options)
     return made
+
+
+class Layer(nn.Module):
+    """A mixture whose routing is fixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = experts(4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Row n takes expert n modulo 4."""
+        outputs: Tensor = self.experts(rows, torch.arange(len(rows)) % 4)
+        return rows + outputs
+
+
+def test_an_idle_rank_repeats_the_mixtures_of_units_and_no_others() -> None:
+    def trained(mesh: Mesh | None, rounds: int) -> dict[str, Tensor | None]:
+        model = nn.Sequential(OrderedDict(front=Layer(), block=Layer(), last=Layer()))
+        groups = recompute_units(model, ["block"], 1)
+        roles = dict.fromkeys(("front.experts", "block.experts", "last.experts"), "expert")
+        handle = ExpertParallel(model, mesh, roles, groups) if mesh else None  # type: ignore[arg-type]
+        if handle:
+            handle.before_step(rounds)
+        for _ in range(rounds):
+            loss = model(draw(6, 4, seed=3)).square().sum()
+            if handle:
+                handle.before_backward(loss)
+            loss.backward()
+        if handle:
+            handle.sit_out()
+            assert all(not one.plans for one in handle.exchanges)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    whole = trained(None, 1)
+    found = succeed(lambda rank, world: trained(Mesh({"expert": world}), 1 - rank), 2)
+    for name, gradient in whole.items():
+        parts = [own[name] for own in found]
+        assert torch.allclose(torch.cat(parts), gradient, atol=1e-12), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_idle_rank_goes_backward_only_if_the_losses_of_others_come_to_experts(
+    seen: bool,
+) -> None:
+    def body(rank: int, world: int) -> tuple[list[bool], list[str], int]:
+        made = system(Mesh({"expert": world}), recompute_every=1)
+        handle, given = made.handle, torch.full((2, 8), 65)
+        given[:, 0] = 1
+        # Rank 0 has 2 micro-batches, rank 1 has 1: in the second round rank 1 is idle.
+        rounds = 2 - rank
+        handle.before_step(rounds)
+        for _ in range(rounds):
+            outputs = made.module(given)
+            loss = outputs.sum() if seen else (made.module.head.weight * outputs.sum().item()).sum()
+            handle.before_backward(loss)
+            loss.backward()
+        kept = len(handle.exchanges[0].plans)
+        handle.sit_out()
+        handle.finish()
+        used = [name for name, p in made.module.named_parameters() if p.grad is not None]
+        parts = [axes for _, axes in handle.norm_parts()]
+        assert (kept == 0) is seen
+        return [("expert",) in parts, reaches(loss)], used, len(handle.exchanges[0].plans)
+
+    for sums, used, kept in succeed(body, 2):
+        # The norm is summed over the axis whether or not there are gradients of experts.
+        assert sums == [True, seen]
+        assert ("blocks.0.mlp.experts.up" in used) is seen
+        assert ("blocks.0.mlp.router.weight" in used) is seen
+        assert kept == 0
 
 
 def test_whole_tensors_are_gathered_from_all_ranks() -> None:

@@ -151,6 +151,13 @@ class MeanDDP(OwnDDP):
         return StepResult(loss=2 * self.comm.size * result.loss)
 
 
+class CopiesExperts(OwnDDP):
+    """Every rank has all experts, and no token travels."""
+
+    strategy = "expert"
+    axis = "expert"
+
+
 class SparsePieces(OwnDDP):
     """Shows what nobody can compare element by element."""
 

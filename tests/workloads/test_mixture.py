@@ -145,6 +145,7 @@ def test_a_term_of_a_micro_batch_needs_all_of_its_positions(ranks: int) -> None:
         ({"top_k": 1}, "set router_weights to 'before'"),
         ({"balancing_bias": True, "balance": "rank"}, "set balance to 'none'"),
         ({"experts": 0, "z_loss": True}, "z_loss needs experts; set experts to 2 or more"),
+        ({"z_loss": True, "first_step": "head"}, "set first_step to 'all'"),
         ({"capacity": 2.0}, "capacity = 2.0: must be one of"),
         # Left out: see the module's first page.
         ({"capacity_over": "global"}, "capacity_over = .*: must be one of 'micro-batch', 'sample'"),

@@ -63,7 +63,7 @@ class _Knobs(_Layers):
 # ------------------------------------------------------------------------------- the exchange
 
 
-@mutant("expert_combine_in_order_sent", says="every token chose the same experts .* their order")
+@mutant("expert_combine_in_order_sent", says="every expert was chosen as often .* their order")
 class CombineInOrderSent(Exchange):
     """Outputs come back sorted by expert and are not put back in the order of the tokens."""
 
@@ -73,7 +73,7 @@ class CombineInOrderSent(Exchange):
 
 @mutant(
     "expert_rows_not_sorted_by_expert",
-    says="every token chose the same experts as in the oracle: the outputs",
+    says="every expert was chosen as often as in the oracle .* the outputs",
 )
 class RowsNotSortedByExpert(Exchange):
     """Rows of several ranks are taken as sorted by expert, which those of each rank are."""
@@ -235,7 +235,7 @@ class RouterWithoutGradient(_Layers):
 
 @mutant(
     "expert_weights_normalized_before_choice",
-    says="every token chose the same experts .* their weights",
+    says="every expert was chosen as often .* their weights",
 )
 class WeightsNormalizedBeforeChoice(_Knobs):
     """Weights are a softmax over all experts, of which the chosen ones do not add up to 1."""
@@ -258,7 +258,7 @@ class RouterInBfloat16(_Layers):
 
 @mutant(
     "expert_shared_counts_as_routed",
-    says="every token chose the same experts .* their weights",
+    says="every expert was chosen as often .* their weights",
     workload=mixture(shared_experts=1),
 )
 class SharedCountsAsRouted(_Layers):

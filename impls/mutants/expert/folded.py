@@ -40,7 +40,7 @@ mutant = declare.family(
 
 @mutant(
     "fold_groups_in_another_order",
-    says="every token chose the oracle's experts, so what these compute",
+    says="every expert was chosen as often as in the oracle .* the outputs",
     steps=1,
 )
 class GroupsInAnotherOrder(Exchange):

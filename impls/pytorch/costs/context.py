@@ -33,7 +33,7 @@ class TorchContext(DDP):
     def attention(self) -> list[Flow]:
         """Blocks forward and backward, and the gradients of blocks."""
         facts, exchange = self.facts, Exchange(self.facts)
-        ranks, passes = exchange.ranks, exchange.forwards + 1
+        ranks, passes = exchange.ranks, exchange.forwards + exchange.backwards
         if ranks == 1:
             return []
         gathers = facts.option("rotate_method", "allgather") == "allgather"
@@ -46,9 +46,10 @@ class TorchContext(DDP):
                 numbers = 2 * samples * length * heads * size
                 wide = ITEMSIZE["float32"] if facts.option("convert_to_f32", True) else item
                 moved = passes * (ranks - 1) * numbers * item
+                sent = exchange.backwards * ranks * numbers * wide
                 found += [
                     self.made(operation, moved, passes * rounds),
-                    self.made("all_to_all", ranks * numbers * wide, ranks),
+                    self.made("all_to_all", sent, exchange.backwards * ranks),
                 ]
         return found
 

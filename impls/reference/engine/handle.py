@@ -57,6 +57,9 @@ class Handle(ABC):
         it.
         """
 
+    def before_backward(self, loss: Tensor) -> None:
+        """Called with the loss of a micro-batch right before its backward."""
+
     def forwards_ended(self) -> None:
         """Called where all forwards of a step come before its first backward, between the two."""
 

@@ -14,9 +14,10 @@ tokens that use few.  So leave the experts where they are and send the tokens (G
 
     layer     forward    router, choice, places | counts | dispatch | experts | combine | weights
               backward                                     combine' | experts | dispatch'
-    step      before_step                [1] the largest number of micro-batches in the group
+    step      before_step                [1] most and fewest micro-batches of a rank in the group
               micro-batches              [2] forward, backward; both all-to-alls, and their reverse
-              rounds without one         [3] the same calls with no rows (idle.py)
+              rounds without one         [3] the same calls with no rows (idle.py); before backward
+                                             the others say whether it comes to experts
               finish                     [4] all but experts: sum over replicate x expert
                                          [5] experts: sum over replicate only
               clip                       [6] norm: experts of all ranks, the rest once
@@ -40,8 +41,9 @@ width d that leave their rank: 4 T d (dispatch, combine, and both in backward); 
 recomputation.  T follows from the routing.  2 (N-1) bytes of gradients of all but experts,
 2 (R-1) bytes of those of experts, 8-byte sums for the norm.  Memory: P, G and O of experts over X.
 Numbers: an expert adds up tokens of several ranks in one product, in another order than one device.
-Left out: overlap of the exchange with the shared experts, buckets that leave during backward, and
-an elastic group: a member that leaves takes its experts with it.  Experts on ranks of the data axes
+Left out: overlap of the exchange with the shared experts, buckets that leave during backward, a
+layer that the losses of some ranks reach and those of others in the same round do not, and an
+elastic group: a member that leaves takes its experts with it.  Experts on ranks of the data axes
 are the hybrid's (hybrid/experts.py).
 """
 
@@ -49,6 +51,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -73,7 +76,7 @@ from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.recompute import Group
 from shardproof.impls.reference.engine.state import broadcast_tensors, gather_pieces, named_state
 from shardproof.impls.reference.expert.balancing import Balancing
-from shardproof.impls.reference.expert.exchange import Exchange
+from shardproof.impls.reference.expert.exchange import Exchange, reaches
 from shardproof.impls.reference.expert.idle import IdleRounds
 
 T = TypeVar("T")
@@ -115,10 +118,10 @@ class ExpertParallel(Whole):
         #: how many there are.
         self.of_experts: set[str] = set()
         self.cuts: dict[str, tuple[slice, int]] = {}
-        self.exchanges = self.cut(roles, bool(repeated))
-        self.idle = self.idle_type(self.grouped(repeated), bool(repeated))
-        self.rounds = self.own_rounds = 0
-        self.ends: list[Tensor] = []
+        self.exchanges = self.cut(roles, [unit for group in repeated for unit in group.names])
+        self.idle = self.idle_type(self.grouped(repeated))
+        self.rounds = self.own_rounds = self.joint_rounds = self.round = 0
+        self.ends: list[list[Tensor]] = []
 
     def over(self, along: Sequence[str]) -> Comm | None:
         """The group along some axes; ``None``: the mesh has none of them."""
@@ -129,8 +132,10 @@ class ExpertParallel(Whole):
         if self.comm is not None:
             broadcast_tensors(list(named_state(module).values()), self.comm)
 
-    def cut(self, roles: Mapping[str, Role], repeats: bool) -> list[Exchange]:
-        """Keep this rank's experts, and let tokens travel to the others'."""
+    def cut(self, roles: Mapping[str, Role], repeated: Sequence[str]) -> list[Exchange]:
+        """Keep this rank's experts, and let tokens travel to the others'; backward repeats the
+        units ``repeated``.
+        """
         exchanges = []
         for name in (name for name, role in roles.items() if role == EXPERT):
             experts = self.module.get_submodule(name)
@@ -144,6 +149,7 @@ class ExpertParallel(Whole):
                     f"mesh axis {AXIS!r} = {self.across.size}: {name!r} has {total} experts, "
                     f"which cannot be divided among {self.across.size} ranks; valid: {valid}"
                 )
+            repeats = any(_within(name, unit) for unit in repeated)
             exchange = self.exchange_type(name, experts, total, self.across, repeats)
             for leaf, parameter in experts.named_parameters():
                 self.cuts[f"{name}.{leaf}"] = exchange.own, total
@@ -153,29 +159,35 @@ class ExpertParallel(Whole):
         return exchanges
 
     def grouped(self, repeated: Sequence[Group]) -> list[list[Exchange]]:
-        """The exchanges of each group of units that backward repeats; else all of them."""
-        if not repeated:
-            return [self.exchanges] if self.exchanges else []
-        found = [
-            [one for one in self.exchanges if any(_within(one.name, unit) for unit in group.names)]
-            for group in repeated
-        ]
-        return [group for group in found if group]
+        """The exchanges in forward order, neighbours together that backward repeats together, or
+        that lie in no group of units.
+        """
+
+        def home(one: Exchange) -> int:
+            homes = (any(_within(one.name, unit) for unit in group.names) for group in repeated)
+            return next((number for number, is_home in enumerate(homes) if is_home), -1)
+
+        return [list(group) for _, group in groupby(self.exchanges, home)]
 
     # ------------------------------------------------------------------------------------ rounds
 
     def before_step(self, micro_batches: int) -> None:  # [1]
-        """Agree on the number of rounds of the group."""
-        self.own_rounds, self.rounds = micro_batches, self.most(micro_batches)
-        # Of forwards that no backward reached, such as those of a step in which the head learns.
-        for exchange in self.exchanges:
-            exchange.plans.clear()
+        """Agree on the rounds of the group, and on how many of them all ranks have."""
+        self.own_rounds, self.round = micro_batches, 0
+        self.rounds, fewest = self.most(micro_batches, -micro_batches)
+        self.joint_rounds = -fewest
 
-    def most(self, rounds: int) -> int:
-        """The largest number of rounds of a rank of the group."""
+    def most(self, *numbers: int) -> Sequence[int]:
+        """The largest of each of ``numbers`` in the group."""
         if self.across is None or not self.exchanges:
-            return rounds
-        return self.across.agree([rounds], "max")[0]
+            return numbers
+        return self.across.agree(numbers, "max")
+
+    def before_backward(self, loss: Tensor) -> None:
+        """In a round that not all ranks have, tell the others whether backward needs them."""
+        self.round += 1
+        if self.round > self.joint_rounds:
+            self.most(int(reaches(loss)))
 
     def forwards_ended(self) -> None:
         """Make the calls of the forwards that other ranks still have."""
@@ -185,14 +197,15 @@ class ExpertParallel(Whole):
         """Make the calls of the rounds that this rank has no micro-batch for."""
         for number in range(self.own_rounds, self.rounds):
             early = number - self.own_rounds < len(self.ends)
-            self.idle.backward(
-                self.ends[number - self.own_rounds] if early else self.idle.forward()
-            )
+            end = self.ends[number - self.own_rounds] if early else self.idle.forward()
+            # Only the others' losses know: in a step in which the head learns none comes here.
+            if self.most(0)[0]:
+                self.idle.backward(end)
         self.ends = []
 
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Results of ``passes``; a rank with fewer than others lends them its experts."""
-        most = self.most(len(passes))  # before the first, in which others wait for this rank
+        [most] = self.most(len(passes))  # before the first, in which others wait for this rank
         results = super().evaluate(passes)
         for _ in range(len(passes), most):
             self.idle.forward()
@@ -203,6 +216,9 @@ class ExpertParallel(Whole):
     @torch.no_grad()
     def finish(self) -> None:
         """Sum gradients over the ranks that hold the same parameters and saw other tokens."""
+        # Of forwards that no backward reached, such as those of a step in which the head learns.
+        for exchange in self.exchanges:
+            exchange.plans.clear()
         # In this order on all ranks: the two groups overlap, and would wait for each other.
         named = list(zip(self.names, self.parameters, strict=True))
         for comm, chosen in (
@@ -234,7 +250,9 @@ class ExpertParallel(Whole):
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:  # [6]
         """Experts of all ranks of the axis, the rest once."""
         named = zip(self.names, self.parameters, strict=True)
-        return [
+        nothing = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        # Whether or not this rank has gradients: all ranks must make the call.
+        return [(nothing, (AXIS,))] * bool(self.cuts) + [
             (power_sum(p.grad, order), (AXIS,) if name in self.cuts else ())
             for name, p in named
             if p.grad is not None

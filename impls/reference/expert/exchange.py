@@ -50,6 +50,21 @@ def moved(rows: Tensor, comm: Comm, sent: Sequence[int], received: Sequence[int]
     return output
 
 
+def reaches(loss: Tensor) -> bool:
+    """Whether the backward of ``loss`` comes to an exchange."""
+    seen, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        # The end of the name: exchanges of other libraries have an _AllToAll of their own.
+        if node.name().endswith(f"{AllToAll.__name__}Backward"):
+            return True
+        seen.add(node)
+        ahead += [after for after, _ in node.next_functions]
+    return False
+
+
 @dataclass(frozen=True)
 class Plan:
     """One exchange: what was asked for, and how many rows travel between which ranks.

@@ -5,7 +5,8 @@ others all the same, in their order, with no rows from this rank:
 
     forward     exchange of layer 0, 1, ... with no rows
     backward    the gradients of layer ..., 1, 0; its experts get gradients of the others' tokens
-    recomputed  before the backward of a group of units the exchanges of its layers once more
+    recomputed  before the backward of a group of units the exchanges of its layers once more; not
+                those of layers that no unit has
 """
 
 from __future__ import annotations
@@ -19,23 +20,21 @@ from shardproof.impls.reference.expert.exchange import Exchange
 
 
 class IdleRounds:
-    """Rounds over ``groups`` of exchanges in forward order; those of one group are repeated
-    together, where backward ``repeats`` them.
+    """Rounds over ``groups`` of exchanges in forward order; all of one group are repeated together
+    in backward, or none is.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Exchange]], repeats: bool) -> None:
-        self.groups, self.repeats = groups, repeats
+    def __init__(self, groups: Sequence[Sequence[Exchange]]) -> None:
+        self.groups = groups
 
-    def forward(self) -> Tensor:
+    def forward(self) -> list[Tensor]:
         """Make the calls of a forward; what :meth:`backward` is to be given."""
-        return self.chained([one for group in self.groups for one in group])
+        return [self.chained(group) for group in self.groups]
 
-    def backward(self, end: Tensor) -> None:
+    def backward(self, ends: Sequence[Tensor]) -> None:
         """Make the calls of the backward of a forward."""
-        if not self.repeats:
-            end.sum().backward()
-        for group in reversed(self.groups) if self.repeats else ():
-            self.chained(group, again=True).sum().backward()
+        for group, end in zip(reversed(self.groups), reversed(ends), strict=True):
+            (self.chained(group, again=True) if group[0].repeats else end).sum().backward()
 
     def chained(self, exchanges: Sequence[Exchange], again: bool = False) -> Tensor:
         """One exchange after the other, each of what the one before gave: no rows.

@@ -224,6 +224,9 @@ class Folded(Handle):
 
     def finish(self) -> None:
         """Complete the gradients of the rest, then those of experts."""
+        # Of forwards that no backward reached, such as those of a step in which the head learns.
+        for exchange in self.exchanges:
+            exchange.plans.clear()
         for handle in self.both():
             handle.finish()
 

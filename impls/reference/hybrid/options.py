@@ -132,6 +132,11 @@ def check(options: Options, mesh: Mesh) -> None:
         )
     if mesh.size("context") > 1:
         check_context(options, mesh)
+    elif options.context is not None and "context" not in mesh.axes:
+        raise Refused(
+            "option 'context' belongs to the axis that cuts positions, but this mesh has only "
+            f"{' and '.join(mesh.axes)}: add context: 1 to the mesh, or leave 'context' out"
+        )
     if options.experts is not None:
         check_experts(options, mesh)
     if inner.compress is not None and is_cut and inner.reduction.each_round:

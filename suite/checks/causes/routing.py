@@ -33,7 +33,7 @@ def of_choices(evidence: Evidence, step: int) -> str:
 
 
 def of_experts(evidence: Evidence, step: int) -> str:
-    """A sentence on a wrong loss of ``step`` where all tokens went where they should."""
+    """A sentence on a wrong loss of ``step`` where all experts were chosen as often as due."""
     truth, workload = evidence.truth.steps[step], for_case(evidence.case)
     layers = [*truth.routed[0]] if truth.routed else []
     if not layers or workload.family.terms(workload.params) or of_choices(evidence, step):
@@ -45,6 +45,6 @@ def of_experts(evidence: Evidence, step: int) -> str:
     if not {f"{layer}.load" for layer in layers} <= {*held} or not any(map(torch.any, counts)):
         return ""
     return (
-        "every token chose the same experts as in the oracle: the outputs of the experts, their "
-        "order or their weights are wrong"
+        "every expert was chosen as often as in the oracle (buffers 'load'): most likely the "
+        "outputs of the experts, their order or their weights are wrong"
     )

@@ -68,9 +68,14 @@ class Exchange:
         return found
 
     @property
+    def backwards(self) -> int:
+        """How often a micro-batch goes backward: 0 in a step in which the head learns alone."""
+        return int(any(map(self.facts.is_reached, self.facts.heads)))
+
+    @property
     def forwards(self) -> int:
         """How often a micro-batch goes forward."""
-        return 2 if self.facts.option("recompute_every", 0) else 1
+        return 1 + bool(self.facts.option("recompute_every", 0)) * self.backwards
 
     def flows(self) -> list[Flow]:
         """Calls and bytes of one step."""
@@ -91,7 +96,7 @@ class Exchange:
         ]
         return [
             *self.each("all_gather", payloads, self.forwards),
-            *self.each("reduce_scatter", payloads, 1),
+            *self.each("reduce_scatter", payloads, self.backwards),
         ]
 
     def turns(self) -> list[Flow]:
@@ -103,7 +108,7 @@ class Exchange:
                 kept = kv * max(1, self.ranks // kv)
                 of_head = samples * length * size * item
                 payloads += [of_head * n // self.ranks for n in (heads + 2 * kept, heads)]
-        return self.each("all_to_all", payloads, self.forwards + 1)
+        return self.each("all_to_all", payloads, self.forwards + self.backwards)
 
     def ring(self) -> list[Flow]:
         """Blocks make C-1 hops forward, and again backward; their gradients make C."""
@@ -116,9 +121,10 @@ class Exchange:
                 for home, share in enumerate(shares(length, self.ranks, self.cut)):
                     numbers = 2 * samples * share * kv * size
                     for link in self.links if numbers else ():
-                        blocks = (self.forwards + 1) * (link[1] != home)
-                        calls += (blocks + 1) * self.parts
-                        between[link] += numbers * (blocks * item + wide) * self.parts
+                        blocks = (self.forwards + self.backwards) * (link[1] != home)
+                        calls += (blocks + self.backwards) * self.parts
+                        sizes = blocks * item + self.backwards * wide
+                        between[link] += numbers * sizes * self.parts
         sent = {link: Fraction(total) for link, total in between.items()}
         total = sum(sent.values(), Fraction(0))
         # Logical bytes count where they are sent.

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from shardproof import axes
 from shardproof.costs import model
+from shardproof.costs.layout import within
 from shardproof.costs.model import Bytes, CostModel, Flow, Local, NoCostModel
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
 
@@ -83,19 +84,21 @@ class ExpertParallel(CostModel):
         backward    combine: gradients of rows that left    dispatch: of rows that came
         """
         by_rank = []
+        # How often the rows of a layer travel both ways.
+        times = {n: 1 + (1 + self.repeats(n)) * self.facts.is_reached(n) for n in self.layers}
         for rank in range(self.facts.world):
-            held = [name for name in self.layers if holds(rank, name)]
-            rows = sum(self.rows(rank, name) * self.row_bytes(name) for name in held)
-            calls = (4 + 2 * self.repeats) * self.rounds_of(rank) * len(held)
-            by_rank.append((calls, Fraction((2 + self.repeats) * rows)))
+            held = {name: times[name] for name in self.layers if holds(rank, name)}
+            rows = sum(n * self.rows(rank, name) * self.row_bytes(name) for name, n in held.items())
+            calls = 2 * self.rounds_of(rank) * sum(held.values())
+            by_rank.append((calls, Fraction(rows)))
         sent = sum((size for _, size in by_rank), Fraction(0))
         calls = sum(number for number, _ in by_rank)
         return Flow(self.axis, "all_to_all", sent, calls, tuple(by_rank), ranks=self.ranks)
 
-    @property
-    def repeats(self) -> int:
-        """1 if backward repeats forwards, with both of their all-to-alls."""
-        return int(bool(self.facts.option("recompute_every", 0)))
+    def repeats(self, layer: str) -> bool:
+        """Whether backward repeats the forward of ``layer``, with both of its all-to-alls."""
+        every = self.facts.option("recompute_every", 0)
+        return bool(every) and any(within(layer, unit) for unit in self.facts.units)
 
     def row_bytes(self, layer: str) -> int:
         """Bytes of a row: the width that its experts take."""
