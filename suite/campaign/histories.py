@@ -138,7 +138,8 @@ def _fits(system: System, setup: Setup, case: Case) -> bool:
         return False
     options = {**setup.options, **({"precision": case.precision} if case.precision else {})}
     declared = Declaration.of(registry.load(system.name), options)
-    if case.dtype not in declared.dtypes or declared.denied(case.backend):
+    loads = dataclasses.replace(case, implementation=system.name, options=options, mesh=setup.mesh)
+    if declared.excludes_case(loads, ""):  # e.g. a loss term over the global batch
         return False
     return draws.can_train(system, setup, spec, declared.declines) and _can_share(setup, case)
 

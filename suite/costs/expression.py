@@ -81,9 +81,7 @@ class CaseFacts(dict[str, Number]):
         choices by micro-batch, position and expert.
         """
         facts = self.model_facts
-        exchange = Exchange(
-            facts, cut=(facts.option("context", None) or facts.options).get("cut", "")
-        )
+        exchange = Exchange.of(facts)
 
         def counted(place: int, choices: Any) -> tuple[int, ...]:
             lengths = (choices[:, :, 0] >= 0).sum(1).tolist()

@@ -59,14 +59,8 @@ class Hybrid(CostModel):
         super().__init__(facts)
         sent = tuple(replace(t, dtype=facts.compute(t.dtype)) for t in facts.parameters)
         options = {"sum_each_backward": True, **facts.options}
-        given = facts.option("context", None) or {}
         #: What attention sends along the axis that cuts positions; its layers are split by heads.
-        self.exchange = Exchange(
-            facts,
-            given.get("method", "ring"),
-            given.get("cut", "contiguous"),
-            facts.parts("widths"),
-        )
+        self.exchange = Exchange.of(facts)
         layers = replace(self.exchange.cut_facts(), options=options, parameters=sent, clipped=False)
         self.layers = TensorParallel(layers)
         # Without data axes no strategy is asked: what is unused has no gradient, as in one process.

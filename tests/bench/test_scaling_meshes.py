@@ -122,7 +122,7 @@ def test_one_rank_alone_is_on_the_same_axes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "says"),
     [
-        ("worlds: [2, 4, 8]", "worlds: [2, 3]", 11, "3 ranks cannot be divided into groups of shard 2"),
+        ("worlds: [2, 4, 8]", "worlds: [2, 3]", 11, "3 ranks cannot be divided into groups"),
         ("worlds: [2, 4, 8]", "worlds: [4, 2]", 15, "list worlds in ascending order"),
         ("mesh: {shard: 2}", "mesh: {shards: 2}", 14, "shard"),
         ("grows: pipe", "grows: pipe, mesh: {pipe: 2}", 16, "leave pipe out of `mesh`"),
@@ -144,7 +144,7 @@ def test_faults_of_meshes_have_their_line(
 
 def test_a_world_of_the_command_line_fits_the_mesh(tmp_path: Path) -> None:
     done = here("bench", str(scenario(tmp_path)), "--world", "3", "--dry-run")
-    assert done.returncode == 2 and "3 ranks cannot be divided into groups of shard 2" in done.stderr
+    assert done.returncode == 2 and "divided into groups of shard 2" in done.stderr
     done = here("bench", str(scenario(tmp_path)), "--world", "4", "-k", "hsdp", "--dry-run")
     assert done.stdout.split() == ["scaling::meshes::reference/fsdp+hsdp::gloo::4::charnames_gpt"]
 

@@ -7,17 +7,19 @@ and all that hold the rest.  So most need two groups of two, which lie on shard 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardproof.case import CheckpointPlan
-from shardproof.contract import Kind, Piece
+from shardproof.contract import Piece
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.expert.expert import mixture
 from shardproof.impls.mutants.triggers import ADAMW, CLIP
+from shardproof.impls.reference.checkpoint.agreement import State
+from shardproof.impls.reference.checkpoint.contents import Contents
 from shardproof.impls.reference.context.choices import WholeChoices
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import power_sum, total_norm
@@ -219,23 +221,14 @@ class StartsExpertsFromRank0(Folded):
     steps=4,
     checkpoint=CheckpointPlan(save_at=2),
 )
-class SavesFirstExpertsOnly(ReferenceHybrid):
+class SavesFirstExpertsOnly(Contents):
     """The optimizer state of experts is saved by the first rank of an expert group, as if all its
     ranks had the same.
     """
 
-    is_saving = False
-
-    def save(self, path: Path, extra: Mapping[str, Any]) -> Any:
-        self.is_saving = True
-        try:
-            return super().save(path, extra)
-        finally:
-            self.is_saving = False
-
-    def held_pieces(self, kind: Kind) -> list[Piece]:
-        held = super().held_pieces(kind)
-        if not self.is_saving or kind != "optimizer" or self.fold is None:
-            return held
-        is_first = self.fold.across.rank == 0
-        return [piece for piece in held if is_first or ".experts." not in piece.name]
+    def state(self, extra: Mapping[str, Any]) -> State:
+        state, system = super().state(extra), cast(ReferenceHybrid, self.system)
+        if system.fold is None or system.fold.across.rank == 0:
+            return state
+        slots = [one for one in state.pieces["optimizer"] if ".experts." not in one.name]
+        return replace(state, pieces={**state.pieces, "optimizer": slots})

@@ -22,8 +22,7 @@ class Context(DDP):
     @property
     def exchange(self) -> Exchange:
         """The messages of attention."""
-        option = self.facts.option
-        return Exchange(self.facts, option("method", "ring"), option("cut", "contiguous"))
+        return Exchange.of(self.facts)
 
     def flows(self) -> list[Flow]:
         """Gradients over all ranks, and what attention sends."""

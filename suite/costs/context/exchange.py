@@ -40,6 +40,13 @@ class Exchange:
     cut: str = "contiguous"
     parts: int = 1
 
+    @classmethod
+    def of(cls, facts: ModelFacts) -> Exchange:
+        """That of the options of ``facts``, which hybrids keep under the name of the axis."""
+        own = facts.option(AXIS, None) or facts.options
+        given = {name: own[name] for name in ("method", "cut") if own.get(name)}
+        return cls(facts, **given, parts=facts.parts("widths"))
+
     @property
     def ranks(self) -> int:
         """C."""
