@@ -302,7 +302,11 @@ PLAIN = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         (PLAIN, {"mesh": {"shard": 2}}, "no axis shard"),
         (PLAIN, {"impl": "zero3", "mesh": {"shard": 2}, "gpus": 3}, "multiple of 2"),
         (PLAIN, {"impl": "tensor", "gpus": 2}, "give roles="),
-        (PLAIN, {"impl": "tensor", "gpus": 2, "roles": {"3": "column"}}, "no module or parameter '3'"),
+        (
+            PLAIN,
+            {"impl": "tensor", "gpus": 2, "roles": {"3": "column"}},
+            "no module or parameter '3'",
+        ),
         (PLAIN, {"impl": "tensor", "gpus": 2, "roles": {"0": "wide"}}, "valid: "),
         (PLAIN, {"impl": "tensor", "gpus": 2, "roles": {"0": "heads"}}, "head_size"),
         (PLAIN, {"impl": "pipeline", "gpus": 4}, "write fewer stages"),

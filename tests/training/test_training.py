@@ -86,9 +86,7 @@ class Centred(torch.optim.SGD):
 
 def test_an_optimizer_that_is_not_element_wise_is_refused_on_shards_only() -> None:
     built = training().optimizer(Centred, lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"Centred cannot be used.*does not shard optimizer state"
-    ):
+    with pytest.raises(ValueError, match=r"Centred cannot be used.*does not shard optimizer state"):
         built.strategy("zero1").run(STEPS, ranks=2)
     expected, _ = trained(STEPS, Centred, lr=0.1)
     assert_equal(dict(built.strategy("ddp").run(STEPS, ranks=2).state), expected)
