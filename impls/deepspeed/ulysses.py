@@ -90,9 +90,9 @@ class DeepSpeedUlysses(CutPositions):
         """The attention of ``core``, by some heads over all positions."""
         if key.shape[1] < self.group.size:
             raise Refused(
-                f"{key.shape[1]} KV heads on {self.group.size} ranks of the axis 'context': "
-                "DeepSpeed asserts that each rank has one; set context to at most "
-                f"{key.shape[1]}"
+                f"the model has {key.shape[1]} KV heads, but the axis 'context' has "
+                f"{self.group.size} ranks, and DeepSpeed needs a KV head for each; set context to "
+                f"at most {key.shape[1]}"
             )
         #   the model's (samples, heads, positions, size) -> DeepSpeed's (samples, positions, ...)
         turned = (part.transpose(1, 2).contiguous() for part in (query, key, value))

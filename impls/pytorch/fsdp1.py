@@ -195,7 +195,7 @@ class PyTorchFSDP1(Adapter):
         copies = mesh.axes.get("replicate", 1)
         if self.options.sharding_strategy == "HYBRID_SHARD" and mesh.axes["shard"] == 1 < copies:
             raise Refused(
-                "option 'sharding_strategy' = 'HYBRID_SHARD' on a mesh with shard: 1: FSDP1 "
+                "option 'sharding_strategy' = 'HYBRID_SHARD' on a mesh with shard = 1: FSDP1 "
                 f"switches to NO_SHARD within that one rank and never reduces over the {copies} "
                 f"replicas; use NO_SHARD on mesh {{replicate: {copies}}}"
             )

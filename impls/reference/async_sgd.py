@@ -114,8 +114,9 @@ class Options:
         """The workers in order of arrival."""
         if self.dies and (workers < 2 or self.dies.worker >= workers):
             raise Refused(
-                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers, and 1 "
-                f"must remain; use at least 2 workers, and a number from 0 to {max(workers, 2) - 1}"
+                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers, and at "
+                "least 1 other must remain; use at least 2 workers, and a number from 0 to "
+                f"{max(workers, 2) - 1}"
             )
         if isinstance(self.order, str):
             return ORDERS[self.order](workers, self.max_staleness)
@@ -130,8 +131,8 @@ def owned(parameters: Mapping[str, Tensor], servers: int) -> list[list[str]]:
     """
     if servers > len(parameters):
         raise Refused(
-            f"option 'servers' = {servers}: each server needs a trainable parameter of its own, "
-            f"and the model has {len(parameters)}; valid: up to {len(parameters)}"
+            f"option 'servers' = {servers}: each server must hold at least 1 trainable parameter, "
+            f"but the model has only {len(parameters)}; valid: up to {len(parameters)}"
         )
     shares: list[list[str]] = [[] for _ in range(servers)]
     sizes = [0] * servers
@@ -218,7 +219,7 @@ class ReferenceAsyncSGD(Implementation):
             features=frozenset({"initial_broadcast", "roles", "events"}),
             declines={
                 "clipping": "no global gradient exists",
-                "overflow_on_one_rank": "workers have no common step to skip",
+                "overflow_on_one_rank": "workers update independently",
             },
         )
 
@@ -229,7 +230,8 @@ class ReferenceAsyncSGD(Implementation):
         if servers >= world:
             valid = f"valid: up to {world - 1}" if world > 1 else "use 2 ranks or more"
             raise Refused(
-                f"option 'servers' = {servers}: no rank of {world} remains as a worker; {valid}"
+                f"option 'servers' = {servers}: no rank remains as a worker at world size {world}; "
+                f"{valid}"
             )
         return "server" if rank < servers else "worker"
 
@@ -243,7 +245,10 @@ class ReferenceAsyncSGD(Implementation):
     ) -> None:
         """Start all ranks from rank 0's values; servers take the parameters that they own."""
         if optimizer.scaler is not None:
-            raise Refused("optimizer.scaler: workers have no common step to skip; remove the key")
+            raise Refused(
+                "optimizer.scaler: a loss scaler skips a step on all ranks together, but these "
+                "workers update independently; leave the scaler out"
+            )
         self.build, self.comm = build, mesh.comm("replicate")
         self.options = parse_options(Options, options)
         self.module = build(mesh.device)

@@ -214,7 +214,7 @@ def _check_parts(
     for parts, one in zip(lists, own, strict=True):
         dtypes = {_name(t.dtype) for t in (*parts, one)}
         if len(dtypes) > 1:
-            raise ValueError(f"{request.text()}: it mixes dtypes: {' and '.join(sorted(dtypes))}")
+            raise ValueError(f"{request.text()}: mixed dtypes: {' and '.join(sorted(dtypes))}")
         if parts[rank].numel() != one.numel():
             sizes = (
                 f"this rank's {one.numel()} elements do not fit its part of {parts[rank].numel()}"

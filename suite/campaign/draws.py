@@ -168,8 +168,8 @@ def drawn_again(name: str, kind: str, draw: Callable[[int, int], Case]) -> Case 
         return None
     case = draw(int(found[2]), int(found[1]))
     if case.id != name:
-        remedy = "use the version of the suite that drew the case"
-        raise SelectionError(Problem("this version cannot draw the case", remedy, name))
+        remedy = "use the version of Shardproof that printed this id"
+        raise SelectionError(Problem("this version cannot generate the random case", remedy, name))
     return case
 
 

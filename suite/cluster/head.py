@@ -208,6 +208,6 @@ def readable(paths: Iterable[Path]) -> list[Path]:
         allowed = about.st_mode | (about.st_mode >> 3 if of_group else 0)
         if allowed & needed != needed:
             what = f"ranks in containers run as user {rank_user()} and cannot read this {kind}"
-            remedy = f"`chmod {'g' if of_group else 'o'}+{mode}` it"
+            remedy = f"run `chmod {'g' if of_group else 'o'}+{mode}` on it"
             raise SelectionError(Problem(what, remedy, file=str(path)))
     return found

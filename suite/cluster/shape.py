@@ -31,7 +31,7 @@ def memory(text: str) -> int:
         least = f"{_LEAST_MEMORY >> 20}m"
         raise typer.BadParameter(f"{text!r} is not a valid size: give {least} or more, such as 2g")
     if size > (has := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
-        raise typer.BadParameter(f"{text!r} is more than the {has >> 20}m of this machine")
+        raise typer.BadParameter(f"{text!r} is too large: this machine has {has >> 20}m")
     return size
 
 
@@ -40,7 +40,7 @@ def cores(text: str) -> float:
     if not re.fullmatch(r"\d{1,6}(\.\d{1,9})?", text) or float(text) < _LEAST_CORES:
         raise typer.BadParameter(f"{text!r} is not valid: give {_LEAST_CORES} cores or more")
     if float(text) > (has := os.cpu_count() or 1):
-        raise typer.BadParameter(f"{text!r} is more than the {has} cores of this machine")
+        raise typer.BadParameter(f"{text!r} is too large: this machine has {has} cores")
     return float(text)
 
 

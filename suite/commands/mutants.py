@@ -25,7 +25,7 @@ class HowPlanted(options.Output):
         None, "--impl", metavar="P", help="glob on faults or their parents"
     )
     tier: options.TierName = option(
-        "full", "--tier", help="quick: succeed even if --budget leaves no time for some faults"
+        "full", "--tier", help="quick: exit code 0 even if --budget leaves no time for some faults"
     )
     depth: Literal["family"] | None = option(
         None, "--depth", help="judge costs by bounds; a fault is caught if any check fails"
@@ -54,8 +54,8 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     With --campaign N, each fault is planted in up to N random cases of its parent, in the order of
     `run --campaign`. A fault is caught if a check fails with it and passes without it. The
     output shows the share of faults caught after 1, 2, ... N cases. This is only a measurement: a
-    fault that survives does not change the exit code; a parent that fails does. --seed also sets
-    the order of the faults, so those that fit into --budget are a random sample.
+    fault that survives does not change the exit code. If a parent fails, the exit code is 1.
+    --seed also sets the order of the faults, so those that fit into --budget are a random sample.
     `kills-by-n.json` in the run folder holds the results.
 
     \b

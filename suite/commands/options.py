@@ -122,7 +122,8 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="B",
-        help="run on this backend; most backends can run cases that name another one",
+        help="select the cases of backend B; unless B is gloo or in_memory, the cases of gloo and "
+        "in_memory are also selected, and run on B",
     ),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]

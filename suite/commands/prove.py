@@ -515,8 +515,8 @@ def _is_ones_own(optimizer: Any, implementation: Any) -> None:
     )
     remedy = f"{mine}; to choose an implementation's optimizer: {name}"
     if implementation is not None:
-        what = "optimizer=: an implementation's optimizer is given as a name"
-        remedy = f"{name}, or {spec}; an optimizer of your own is judged without an implementation"
+        what = "optimizer=: with an implementation, the optimizer must be given as a name"
+        remedy = f"{name}, or {spec}; to judge your own optimizer, leave the implementation out"
     elif not of_torch:
         return
     shown = kind.__qualname__ if isinstance(optimizer, type) else repr(optimizer)

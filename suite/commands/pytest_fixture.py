@@ -46,7 +46,7 @@ def shardproof() -> Judge:
             why = "; ".join(dict.fromkeys(frame["reason"]))
             if "not installed" in why:
                 pytest.skip(why)
-            remedy = "name what it can do, such as backends=('gloo',)"
+            remedy = "give settings that it supports, such as backends=('gloo',)"
             pytest.fail(f"nothing was judged: {why}: {remedy}", pytrace=False)
         return frame
 

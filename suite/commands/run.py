@@ -66,7 +66,7 @@ def run(
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
     shardproof run ddp-gpt --impl mine:MyDDP            your own class
     shardproof run --impl mine:MyZero1 --depth layout   require exactly the bytes of reference/zero1
-    shardproof run --impl mine:MyZero1 --like 'reference/zero1*'   in the cases of reference/zero1
+    shardproof run --impl mine:MyZero1 --like 'reference/zero1*'   your class in the cases of zero1
     shardproof run --campaign 200 --seed 7              200 random cases
     shardproof run --campaign 50 --impl '*/fsdp*'       50 random cases of FSDP
     shardproof run --impl mine:MyDDP -x                 stop at the first failure

@@ -361,7 +361,7 @@ class _Judge:
                     message = f"{passing} of {len(matched)} cases pass: narrow the pattern"
             elif failing and entry.until < self.today and index not in self.broken:
                 rule = "expired"
-                message = f"expired on {entry.until}, and nothing breaks for it: remove it"
+                message = f"expired on {entry.until}, and no result needs it: remove it"
             elif len(matched) == len(self.after.results) > 1:
                 rule = "too wide"
                 message = f"matches all {len(matched)} results, excuses {failing}: narrow it"
@@ -378,7 +378,7 @@ class _Judge:
             what = f"matches only missing results ({count}), which it does not excuse"
             return f"{when}{what}: state in cases.scope what a run must contain"
         if any(fnmatchcase(FAULTS + name, entry.cases) for name in self.after.kills):
-            return f"{when}matches only planted faults, which it does not excuse: cases.faults does"
+            return f"{when}matches only planted faults, which it does not excuse: use cases.faults"
         return ""
 
     def _in_scope(self, name: str) -> bool:

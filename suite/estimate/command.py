@@ -37,7 +37,7 @@ def memory_of(text: str) -> int:
         plain = re.match(r"([1-9]\d{0,5}(?:\.\d+)?) ?[A-Za-z]?\Z", text.strip())
         number = plain[1] if plain else "80"
         remedy = f"write {number}GB (10^9 bytes) or {number}GiB (2^30 bytes)"
-        what = "an amount of memory needs a unit" if plain else "no amount of memory"
+        what = "an amount of memory needs a unit" if plain else "not an amount of memory"
         raise SelectionError(Problem(what, remedy, text))
     return int(size)
 

@@ -205,7 +205,7 @@ def _require_blocks(facts: ModelFacts) -> None:
         what = f"the model has {units} blocks, too few for {stages} stages"
         raise SelectionError(Problem(what, "write fewer stages", str(dict(facts.axes))))
     if not 0 <= every <= units:
-        what = f"the model has {units} blocks, which are computed again in groups of {every}"
+        what = f"the model has {units} blocks, too few for recomputed groups of {every}"
         raise SelectionError(Problem(what, f"give a number up to {units}", str(every)))
 
 

@@ -247,9 +247,9 @@ def _counted(
 
     if (cut := facts.parts("positions")) > 1:
         why = (
-            f"activations not counted: {cut} ranks cut the positions, and inputs are of whole ones"
+            f"activations not counted: {cut} ranks split each sample, but inputs= has whole samples"
         )
-        return facts, None, f"{why} - leave that axis out to count those of whole samples"
+        return facts, None, f"{why} - leave that axis out to count the activations of whole samples"
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     forward = Forward(model, given, facts)
     if forward.problem:

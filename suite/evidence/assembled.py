@@ -106,11 +106,11 @@ def _merge(pieces: list[tuple[int, Piece]], first: Tensor | None) -> Tensor:
     for rank, piece in pieces:
         expected, is_inside = _region(piece, shape)
         if not is_inside:
-            raise _Unsound(f"rank {rank} reports {expected}, outside shape {shape}")
+            raise _Unsound(f"rank {rank} reports {expected}, which is outside shape {shape}")
         target, tally = part(piece, full), part(piece, count)
         held, due = tuple(piece.tensor.shape), tuple(target.shape)
         if held != due:
-            raise _Unsound(f"rank {rank}: piece {expected} has shape {due}, its tensor {held}")
+            raise _Unsound(f"rank {rank}: piece {expected} must have shape {due}, not {held}")
         target.copy_(piece.tensor)
         tally.add_(1)
     if first is not None and any(piece.incomplete for _, piece in pieces):
@@ -258,7 +258,7 @@ class Figures(ABC):
             if not abs(known - loss) <= bound * abs(known if truth is None else truth):
                 of = f"data coordinate {share}" + f", {along} {place}" * (along in self.case.mesh)
                 raise ValueError(
-                    f"ranks report different losses for {of}: {known!r}, rank {rank} {loss!r}"
+                    f"ranks report different losses for {of}: {known!r}, {loss!r} on rank {rank}"
                 )
         shares: dict[int | None, float] = {}
         for (share, _), loss in parts.items():

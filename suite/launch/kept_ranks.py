@@ -172,7 +172,7 @@ class Kept(ProcessHost):
             group.end()
             self._lent = {}
             raise NotLent(
-                f"a rank process that was kept for this case has ended: {error}"
+                f"a rank process of an earlier case, to be reused here, has ended: {error}"
             ) from error
         if backend.threads:
             return [RankProcess(pid, tuple(range(world))) for pid in self._lent]

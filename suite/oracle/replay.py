@@ -157,7 +157,8 @@ def _histories(
             updates.append([])
         updates[-1].append(event)
         if by_worker and len(updates[-1]) > 1:
-            raise ValueError(f"update {event.order} combines workers, but each has its own state")
+            what = f"update {event.order} combines gradients of several workers"
+            raise ValueError(f"{what}, but each worker has its own optimizer state")
     return histories
 
 

@@ -143,7 +143,7 @@ class StandIn(Implementation):
             raise
         except NoAnswer as error:
             what = f"{cls.__name__}: the process that imports it {error}"
-            raise BrokenContract(f"{what} when its {function.__name__} was needed") from None
+            raise BrokenContract(f"{what} when it was asked for {function.__name__}") from None
 
     @classmethod
     def ask_plain(cls, kind: Any, function: Callable[..., Any], *given: Any) -> Any:

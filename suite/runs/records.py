@@ -183,7 +183,7 @@ def read_table(path: Path, columns: Collection[str] = ()) -> pa.Table:
 
 def _bounded(size: int, most: int) -> None:
     if size > most:
-        raise ValueError(f"the record would unpack to {size:,} bytes, more than any record has")
+        raise ValueError(f"the record would unpack to {size:,} bytes: no valid record is so large")
 
 
 def _rows(table: pa.Table, section: str) -> list[dict[str, Any]]:

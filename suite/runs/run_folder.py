@@ -549,7 +549,7 @@ def _keep_in(run: Run, kind: LineKind | None) -> Callable[[Line], None]:
     def keep(line: Line) -> None:
         for name in ("id", "verdict") if kind is not None else ():
             if not isinstance(line[name], str):
-                raise TypeError(f"{name} is {line[name]!r:.80}")
+                raise TypeError(f"{name} must be a text, not {line[name]!r:.80}")
         run.others.setdefault(line["kind"], []).append(line)
 
     return keep

@@ -105,8 +105,8 @@ def _of_kind(scenario: schema.Scenario, workload: WorkloadSpec, cell: Cell) -> I
             what = f"workload {name} and the check `{check}` belong together"
             yield ["checks"], what, "give both, and no other check, or neither"
     if not kind.trains and (cell.lane != "bitwise" or cell.clip is not None or cell.precision):
-        what = f"{workload.name} are compared bit for bit, and have no clip and no precision"
-        yield ["matrix", "lane"], what, "write lane: bitwise"
+        what = f"{workload.name} are compared bit for bit, so they take no clip and no precision"
+        yield ["matrix", "lane"], what, "write lane: bitwise, and leave clip and precision out"
 
 
 def _of_relation(scenario: schema.Scenario, cell: Cell) -> Iterator[Wrong]:

@@ -219,8 +219,8 @@ class Training:
             own = Declaration.of(registry.load(self._strategy), self._options)
             if chosen.threads and (reason := own.denied(backend)):
                 raise ValueError(
-                    f"{self._strategy} {reason}: choose the backend {USUAL_PROCESSES} or another "
-                    "backend of processes"
+                    f"{self._strategy} {reason}: choose the backend {USUAL_PROCESSES}, or another "
+                    "backend whose ranks are processes"
                 )
             if chosen.threads and size > 1 and self._source.is_one_iterator:
                 raise ValueError(

@@ -157,7 +157,7 @@ class Wrapped:
             self._in_step.close()
             self._memory = None
         if not memory.stats["peak"]:
-            raise ValueError("measured(): make a forward, a backward and a step() in its block")
+            raise ValueError("measured(): its block must run forward, backward and step()")
         self._peak = memory.stats["peak"]
 
     def memory_stats(self) -> dict[str, Bytes]:

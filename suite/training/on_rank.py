@@ -162,8 +162,8 @@ class RankTraining:
             return 0
         if not saves.resume:
             raise ValueError(
-                f"{saves.folder} holds checkpoints of another run, and resume=False: name a new "
-                "folder, or resume"
+                f"{saves.folder} holds checkpoints of another run, but resume is False: name a new "
+                "folder, or set resume=True"
             )
         data = self.system.load(saves.folder).get("data", {})
         if "step" not in data:

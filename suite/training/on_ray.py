@@ -126,7 +126,7 @@ def _room(ray: Any, world: int, on_gpu: bool) -> Iterator[Any]:
             ray.get(place.ready(), timeout=PLACE_SECONDS)
         except ray.exceptions.GetTimeoutError:
             has = {name: ray.cluster_resources().get(name, 0.0) for name in share}
-            what = f"the Ray cluster has no room for {world} ranks: {share} each, but only {has}"
+            what = f"the Ray cluster has {has}, but each of the {world} ranks needs {share}"
             raise LaunchError(Problem(what, "take fewer ranks, or see `ray status`")) from None
         yield place
     finally:

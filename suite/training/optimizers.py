@@ -199,9 +199,8 @@ def _kind(optimizer: str | type[torch.optim.Optimizer]) -> type[torch.optim.Opti
         remedy = nearest(optimizer, known, "valid")
         raise ValueError(f"unknown optimizer {optimizer!r}; {remedy}, or give a class")
     raise ValueError(
-        f"optimizer {optimizer!r:.60} is neither a name nor a class: the strategy makes "
-        "the optimizer, because it must update the strategy's tensors; write "
-        "optimizer(torch.optim.AdamW, lr=...)"
+        f"optimizer {optimizer!r:.60} is an object, expected a name or a class: the strategy makes "
+        "the optimizer itself, over its own tensors; write optimizer(torch.optim.AdamW, lr=...)"
     )
 
 

@@ -59,7 +59,8 @@ class Watched:
             metavar="SETS",
             help="which ranks hold the same parameters: all; a number R (each block of R "
             "consecutive ranks is a set); sets such as 0,2/1,3; or the mesh, such as "
-            "shard=2,context=2 (default: read from the script's wrappers and meshes, else all)",
+            "replicate=2,tensor=2 (ranks that differ only along replicate are a set); default: "
+            "read from the script's wrappers and meshes, else all",
         ),
     ] = ""
     every: Annotated[
@@ -78,8 +79,8 @@ class Watched:
             metavar="S",
             min=1,
             help="seconds without progress (no rank computes, enters or leaves a collective) after "
-            "which all ranks are stopped; 10 are enough if all ranks wait for one another, in "
-            "collectives or in backward()",
+            "which all ranks are stopped; if all ranks wait for one another, in collectives or in "
+            "backward(), they are stopped after at most 10 seconds",
         ),
     ] = 60.0
     results: Annotated[

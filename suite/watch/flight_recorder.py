@@ -71,7 +71,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         plain = json.loads(data) if data[:1] == b"{" else read_pickle(data, _Plain)
         entries = plain["entries"]
         if not all(isinstance(entry["profiling_name"], str) for entry in entries):
-            raise ValueError("a call in it has no name")
+            raise ValueError("a call in the file has no name")
     except Exception as error:  # what a damaged pickle raises is of any kind
         raise ValueError(f"{path}: this is not a dump of the Flight Recorder: {error}") from error
     return dict(plain)

@@ -50,10 +50,10 @@ def _by_axis(text: str, world: int) -> tuple[tuple[int, ...], ...]:
     if unknown := [name for name in sizes if name not in axes.names()]:
         raise ValueError(f"no axis {unknown[0]!r}; known: {', '.join(axes.names())}")
     if not all(size.isdecimal() for size in sizes.values()):
-        raise ValueError("the size of an axis is no number")
+        raise ValueError("the size of an axis is not a number")
     mesh = {name: int(sizes[name]) for name in axes.names() if name in sizes}
     if math.prod(mesh.values()) != world:
-        raise ValueError(f"the mesh has {math.prod(mesh.values())} ranks, the job {world}")
+        raise ValueError(f"the mesh has {math.prod(mesh.values())} ranks, but the job has {world}")
     copies = axes.replicated(mesh, axes.EXPERT)
     #     shard 2 x context 2 x tensor 2: ranks count along the last axis first
     found: dict[tuple[int, ...], list[int]] = {}

@@ -50,7 +50,7 @@ def lookup(name: str, known: Mapping[str, T], what: str) -> T:
         return known[name]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise WorkloadError(f"unknown {what} {name!r}: {hint}known are {', '.join(known)}")
+    raise WorkloadError(f"unknown {what} {name!r}: {hint}known: {', '.join(known)}")
 
 
 def values_of(workload: str, known: Mapping[str, Knob], given: Params) -> dict[str, Any]:

@@ -299,7 +299,7 @@ def check_name(path: str, traits: Collection[str]) -> None:
         if name not in (*HAD, *FOUND):
             have = ", ".join(HAD)
             raise WorkloadError(
-                f"{path} has its own model, which trait {name!r} would change; valid: {have}"
+                f"{path} has its own model, and trait {name!r} would change it; valid: {have}"
             )
 
 

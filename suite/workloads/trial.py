@@ -139,8 +139,8 @@ def _attempt(
     finite = all(g is None or bool(g.isfinite().all()) for g in attempt.gradients.values())
     if attempt.loss - attempt.loss != 0.0 or not finite:
         what = f"the loss of the first batch is {attempt.loss}"
-        what = f"{what}, its gradients are not finite" if attempt.loss == attempt.loss else what
-        raise WorkloadError(f"{family.name}: {what}, in {workload.dtype}, but must be finite")
+        what = f"{what}, but its gradients are not finite" if attempt.loss == attempt.loss else what
+        raise WorkloadError(f"{family.name}: {what} in {workload.dtype}: both must be finite")
     return attempt
 
 

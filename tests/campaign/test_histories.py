@@ -74,7 +74,7 @@ def test_a_case_is_drawn_again_from_its_id(drawn: list[Case]) -> None:
     assert histories.by_id(drawn[7].id) == drawn[7]
     assert histories.first_cases(3, 11, ["*/zero*"])[0] in drawn
     assert histories.by_id("campaign-1::0000::plain") is None
-    with pytest.raises(SelectionError, match="cannot draw the case"):
+    with pytest.raises(SelectionError, match="cannot generate the random case"):
         histories.by_id(f"{drawn[7].id}-other")
     with pytest.raises(SelectionError, match="matches nothing that saves"):
         histories.first_cases(1, 0, ["plain"])

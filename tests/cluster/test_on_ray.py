@@ -120,7 +120,7 @@ def made_ray(monkeypatch: pytest.MonkeyPatch) -> JoinedRay:
 
 def test_of_two_nodes_with_one_name_both_are_asked(made_ray: JoinedRay) -> None:
     """And a new cluster is served to this machine only."""
-    says = r"node worker of Ray has torch 0\.1 instead of 2"
+    says = r"the Ray node worker has torch 0\.1 instead of 2"
     with pytest.raises(SelectionError, match=says), cluster.joined("", 3):
         pass
     ((where, how),) = made_ray.joined

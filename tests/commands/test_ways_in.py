@@ -171,7 +171,7 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
             {"precision": {"reduce": 5}},
             r"precision\['reduce'\]: wrong type \(5\) - give the na",
         ),
-        ({"optimizer": torch.optim.SGD}, r"given as a name \(SGD\) - optimizer='sgd'"),
+        ({"optimizer": torch.optim.SGD}, r"must be given as a name \(SGD\) - optimizer='sgd'"),
         ({"clip": (-1.0,)}, r"clip\[0\]: should be greater than 0 \(-1.0\)"),
         ({"clip": (0.5,), "lanes": ("bitwise",)}, "lane bitwise needs clipping off"),
         ({"clip": (0.5,), "lanes": ("dyadic",)}, "lane dyadic needs clipping off"),

@@ -164,7 +164,7 @@ def test_an_optimizer_of_torch_is_taken_as_it_is() -> None:
         ("7b --gpus 64 --impl pipeline", "write fewer stages"),
         ("7b --memory 80", "write 80GB (10^9 bytes) or 80GiB"),
         ("7b --memory eighty", "write 80GB"),
-        ("7b --memory -80GB", "no amount of memory (-80GB) - write 80GB"),
+        ("7b --memory -80GB", "not an amount of memory (-80GB) - write 80GB"),
         ("7b --memory 0GB", "write 80GB"),
         ("7b --memory 1e3GB", "write 80GB"),
         (f"7b --memory {'9' * 400}TB", "write 80GB"),
@@ -405,4 +405,4 @@ def test_inputs_of_whole_samples_do_not_count_for_ranks_that_cut_them() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     found = estimate(model, impl="context", mesh={"context": 2}, inputs=(torch.ones(2, 4),))
     assert found.activations is None
-    assert "2 ranks cut the positions" in str(found)
+    assert "2 ranks split each sample" in str(found)

@@ -178,7 +178,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         match=r"steps = 2, but the checkpoint in .* already has 4 steps: .*name a new folder",
     ):
         made().strategy("zero1").checkpoint(folder).run(2, ranks=2)
-    with pytest.raises(ValueError, match=r"of another run, and resume=False: name a new folder"):
+    with pytest.raises(ValueError, match=r"of another run, but resume is False: name a new folder"):
         made().strategy("zero1").checkpoint(folder, resume=False).run(2, ranks=2)
     other = Training(Shared(), LOSS, loader()).backend("in_memory").checkpoint(folder)
     with pytest.raises(ValueError, match=r"was not saved.*same model"):
@@ -310,7 +310,7 @@ def test_the_peak_of_an_own_loop_is_that_of_a_training(strategy: str) -> None:
                 own = [part.chunk(2)[world.rank] for part in (inputs, targets)]
                 LOSS(wrapped(own[0]), own[1]).backward()
                 wrapped.step()
-        with pytest.raises(ValueError, match="make a forward, a backward"), wrapped.measured():
+        with pytest.raises(ValueError, match="must run forward, backward"), wrapped.measured():
             pass
         return wrapped.memory_stats()
 

@@ -188,7 +188,7 @@ def test_errors_teach() -> None:
         training().optimizer("adamv")
     with pytest.raises(ValueError, match="takes no argument 'beta'; did you mean betas"):
         training().optimizer("adamw", beta=1)
-    with pytest.raises(ValueError, match="neither a name nor a class"):
+    with pytest.raises(ValueError, match="is an object, expected a name or a class"):
         training().optimizer(torch.optim.AdamW(model().parameters()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown backend 'glo'; did you mean gloo"):
         training().backend("glo")

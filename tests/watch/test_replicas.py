@@ -262,8 +262,8 @@ def test_sets_are_read(text: str, world: int, sets: tuple[tuple[int, ...], ...])
         ("a/b", "'a' is not a rank"),
         ("0,1/", "a set is empty"),
         ("data=4", "no axis 'data'; known: pipe, replicate"),
-        ("context=two", "the size of an axis is no number"),
-        ("context=2", "the mesh has 2 ranks, the job 4"),
+        ("context=two", "the size of an axis is not a number"),
+        ("context=2", "the mesh has 2 ranks, but the job has 4"),
     ],
 )
 def test_sets_that_make_no_sense_are_refused(text: str, says: str) -> None:

@@ -131,7 +131,7 @@ def test_a_scenario_names_it_and_finds_what_it_has(tmp_path: Path) -> None:
         (
             "  params:",
             "  traits: [scalar, conditional_by_rank]\n  params:",
-            "has its own model, which trait",
+            "has its own model, and trait",
         ),
         ("tied: false", "tied: {}", ""),
     ],

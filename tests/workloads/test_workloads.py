@@ -621,7 +621,7 @@ def test_every_dtype_trains(name: str, dtype: str) -> None:
     [
         (spec("charname_gpt"), "did you mean 'charnames_gpt'"),
         (spec("charnames_gpt", "untied"), "unknown trait 'untied'"),
-        (spec(params={"widht": 8}), "did you mean 'width'.*known are vocab, width, heads"),
+        (spec(params={"widht": 8}), "did you mean 'width'.*known: vocab, width, heads"),
         (spec(params={"layers": 0}), "layers = 0: must be an integer >= 1"),
         (spec(params={"layers": True}), "must be an integer"),
         (spec(params={"seq": 2.0}), "must be an integer"),

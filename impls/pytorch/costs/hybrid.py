@@ -87,8 +87,8 @@ class TorchHybrid(TorchTensorParallel):
         facts = self.facts
         if facts.option("reshard_after_forward", False):
             raise NoCostModel(
-                "no traffic formula for reshard_after_forward: true in a pipeline: the schedule "
-                "decides how often units are gathered"
+                "there is no traffic formula for a pipeline with reshard_after_forward = true, "
+                "because the schedule decides how often units are gathered"
             )
         if self.shards > 1 and len(self.stages.of(0)) > MOST_ACTIVE:
             raise NoCostModel(

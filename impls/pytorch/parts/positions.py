@@ -71,8 +71,9 @@ def find_span(module: nn.Module) -> Any:
             spans[id(own)] = own
     if len(spans) != 1:
         raise Refused(
-            f"axis 'context': the parts of this model share {len(spans)} objects 'span', expected "
-            "1 (Build.__call__ in contract.py); give them one, or leave the axis 'context' out"
+            "axis 'context': all parts of the model must use the same object 'span', but the model "
+            f"has {len(spans)} of them (Build.__call__ in contract.py); give every part the same "
+            "one, or leave the axis 'context' out"
         )
     return next(iter(spans.values()))
 

@@ -140,9 +140,10 @@ class ContextParallel:
         spans = {id(own): own for m in module.modules() if (own := getattr(m, "span", None))}
         if len(spans) != 1:
             raise Refused(
-                "strategy 'context' splits the positions of each sample, so all parts of the "
-                f"model must share 1 object 'span', but they share {len(spans)} (Build.__call__ "
-                "in contract.py): let them share 1, or leave the axis 'context' out"
+                "strategy 'context' splits the positions of each sample, so all parts of the model "
+                f"must use the same object 'span', but the model has {len(spans)} of them "
+                "(Build.__call__ in contract.py); give every part the same one, or leave the axis "
+                "'context' out"
             )
         return next(iter(spans.values()))
 

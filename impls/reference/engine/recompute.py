@@ -320,6 +320,6 @@ def _refuse_global_draws(name: str, unit: nn.Module) -> None:
     for place, part in unit.named_modules(prefix=name):
         if isinstance(part, _DropoutNd) and part.p > 0:
             raise _refused(
-                f"{place!r} ({type(part).__name__}, p = {part.p}) draws from the global "
+                f"{place!r} ({type(part).__name__}, p = {part.p}) uses the global random "
                 "generator; give the module its own generator"
             )

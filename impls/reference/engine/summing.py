@@ -41,9 +41,9 @@ class Summing:
             return reducer
         if spec.scaler is not None:
             raise Refused(
-                "option 'compress' with a loss scaler: the compression error kept from one step "
-                "would have another loss scale than the gradients of the next step; leave out "
-                "'compress' or the scaler"
+                "option 'compress' with a loss scaler: the compression error of one step is added "
+                "to the gradients of the next step, which may have a different loss scale; leave "
+                "out 'compress' or the scaler"
             )
         place = 0
         for axis in along:

@@ -197,31 +197,31 @@ def check_experts(options: Options, mesh: Mesh) -> None:
     ranks, along = options.experts.ranks, experts.folded(mesh)
     if mesh.size(*along) % ranks or not summing(mesh.axes):
         raise Refused(
-            f"option 'experts.ranks' = {ranks}: expert groups are made of ranks of the axes shard "
-            f"and context, of which this mesh has {mesh.size(*along)}; use a number that divides it"
+            f"option 'experts.ranks' = {ranks}: expert groups divide the ranks of the axes shard "
+            f"and context, but this mesh has {mesh.size(*along)}; use a divisor of this number"
         )
     across = mesh.size("context")
     if ranks % across and across % ranks:
         raise Refused(
-            f"option 'experts.ranks' = {ranks}: an expert group would have a part of the {across} "
-            f"context ranks of several shards; use a divisor or a multiple of {across}"
+            f"option 'experts.ranks' = {ranks}: an expert group would span several shards, but not "
+            f"all {across} context ranks of each; use a divisor or a multiple of {across}"
         )
     if options.sequence_parallel and mesh.size("tensor") > 1:
         raise Refused(
-            "option 'experts' with 'sequence_parallel': tensor ranks would route other positions "
-            "each; set sequence_parallel to false"
+            "option 'experts' with 'sequence_parallel': each tensor rank would route different "
+            "positions; set sequence_parallel to false"
         )
     if options.chosen.splits:
         raise Refused(
-            "option 'experts' with a schedule that runs W later than B: rows would travel in both; "
-            "choose gpipe, 1f1b or interleaved"
+            "option 'experts' with a schedule that runs W later than B: tokens would be sent to "
+            "their experts twice, in B and in W; choose gpipe, 1f1b or interleaved"
         )
     others = {"precision": Precision(), "offload": "none"}
     for name, none in others.items():
         if getattr(options, name) != none:
             raise Refused(
-                f"option 'experts' with {name!r}: experts are held, computed and reduced as built; "
-                f"leave {name!r} out"
+                f"option 'experts' cannot be combined with {name!r}, which has no effect on "
+                f"experts; leave {name!r} out"
             )
     if options.strategy_options.compress is not None:
         raise Refused(

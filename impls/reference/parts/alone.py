@@ -131,7 +131,7 @@ class TrainsAlone(Engine):
         if self.scaler is not None:
             raise Refused(
                 "a system with a loss scaler cannot be saved: a checkpoint has one loss scale, "
-                "but ranks that train alone have one each; leave the scaler out"
+                "but each rank that trains alone has its own; leave the scaler out"
             )
         return super().save(path, extra)
 

@@ -154,8 +154,8 @@ class TensorParallel(Handle):
         for name, p in module.named_parameters(remove_duplicate=False):
             if first[id(p)] in split and name not in wrapped:
                 raise Refused(
-                    f"{name!r} is tied to {first[id(p)]!r}, which is split, but its own layer is "
-                    "not: give this layer a role that splits it, or do not tie the two"
+                    f"{name!r} is tied to {first[id(p)]!r}, which is split, but the layer of "
+                    f"{name!r} is not: give that layer a role that splits it, or do not tie them"
                 )
         self.cuts |= split
         # The same parameter objects with less in them: ties and hooks on them survive.

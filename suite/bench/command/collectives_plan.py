@@ -133,6 +133,6 @@ class CollectivesPlan:
                 return verdicts.HELD
 
             def stopped() -> str:
-                return "stopped: nothing was kept, for no system had all its rounds"
+                return "stopped: no system finished all its rounds, so no times were stored"
 
             return supervision.supervised(folder, console, body, stopped, quiet=self.given.quiet)

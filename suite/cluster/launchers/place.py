@@ -249,7 +249,7 @@ def _refuse_loopback(address: str, interface: str | None) -> None:
         return
     if literal:
         what = "MASTER_ADDR is a loopback address: every node reaches only itself"
-        remedy = "set it to the first node's host name; or GLOO_SOCKET_IFNAME=lo on one machine"
+        remedy = "set it to the host name of node 0 (on one machine: set GLOO_SOCKET_IFNAME=lo)"
     else:
         what = "MASTER_ADDR resolves to the loopback here, but the job has several nodes"
         remedy = "correct /etc/hosts, or set MASTER_ADDR to an IP address or GLOO_SOCKET_IFNAME"

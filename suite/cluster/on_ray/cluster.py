@@ -150,7 +150,7 @@ class RayCluster(CaseHost):
             except self._ray.exceptions.RayTaskError as error:
                 raise _unfit(name, error) from None
             except self._ray.exceptions.GetTimeoutError:
-                what = f"node {name} of Ray did not answer within {ANSWER_SECONDS:g} s"
+                what = f"the Ray node {name} did not answer within {ANSWER_SECONDS:g} s"
                 raise SelectionError(Problem(what, "run `ray status` to see why")) from None
 
     def judge(self, cases: Iterable[Case]) -> Generator[Judged, None, None]:
@@ -215,7 +215,7 @@ class RayCluster(CaseHost):
             value = read_fast_json(self._ray.get(answer))
         except self._ray.exceptions.RayError as error:
             if isinstance(error, task.OtherVersions):  # of a node that came later
-                raise _unfit("that has joined", error) from None
+                raise _unfit("that joined later", error) from None
             return _lost(case, began, shorten(str(error), 1000))
         return Judged(case, CaseResult.from_dict(value["result"]), value["account"])
 
@@ -232,4 +232,4 @@ def _unfit(node: str, error: Any) -> SelectionError:
     else:
         why = f"cannot load the suite: {shorten(str(error).strip().splitlines()[-1], 200)}"
     remedy = "install the same shardproof, torch and Python on every node"
-    return SelectionError(Problem(f"node {node} of Ray {why}", remedy))
+    return SelectionError(Problem(f"the Ray node {node} {why}", remedy))

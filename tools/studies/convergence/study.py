@@ -260,7 +260,7 @@ def convergence(
         return run(studies, jobs or cores(), again, folder)
 
     def stopped() -> str:
-        return "stopped: nothing was kept, for not all had been trained"
+        return "stopped: not all systems were trained, so nothing was stored"
 
     with supervision.open_folder(results) as folder:
         return supervision.supervised(folder, console, body, stopped)
