@@ -34,10 +34,10 @@ OTHER_WORDS = {
         # rows of records
         *("runs/records.py", "reproduce/reproduced.py", "report/limits.py"),
     ),
-    # a strategy, a feature and an option
-    "context": ("strategies.py", "coverage/features.py"),
-    # a strategy, and a role
-    "expert": ("strategies.py", "contract.py", "workloads/mixture.py"),
+    # a strategy, a family, a feature and an option
+    "context": ("strategies.py", "costs/families.py", "coverage/features.py"),
+    # a strategy, a family, and a role
+    "expert": ("strategies.py", "costs/families.py", "contract.py", "workloads/mixture.py"),
     # `shardproof run --shard`
     "shard": ("cluster/command.py", "commands/project.py"),
 }
