@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, Protocol
 
 import torch
@@ -306,21 +306,14 @@ class GroupBase(dist.ProcessGroup):
         sides = list(inputs), list(outputs)
         return self._issue(Request(operation, *sides, method=method, args=given, **fields))
 
-    def _in_place(self, operation: str, method: str, tensors: Any, args: tuple[Any, ...]) -> Handle:
+    def _in_place(self, operation: str, method: str, tensors: Any, *args: Any) -> Handle:
         items = _singly(listed(tensors))
         return self._call(operation, method, (tensors, *args), items, items)
 
-    def allreduce(self, tensors: Any, *args: Any) -> Handle:
-        return self._in_place("all_reduce", "allreduce", tensors, args)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], *args: Any) -> Handle:
-        return self._in_place("all_reduce", "allreduce_coalesced", tensors, args)
-
-    def broadcast(self, tensors: Any, *args: Any) -> Handle:
-        return self._in_place("broadcast", "broadcast", tensors, args)
-
-    def reduce(self, tensors: Any, *args: Any) -> Handle:
-        return self._in_place("reduce", "reduce", tensors, args)
+    allreduce = partialmethod(_in_place, "all_reduce", "allreduce")
+    allreduce_coalesced = partialmethod(_in_place, "all_reduce", "allreduce_coalesced")
+    broadcast = partialmethod(_in_place, "broadcast", "broadcast")
+    reduce = partialmethod(_in_place, "reduce", "reduce")
 
     def allgather(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Collect every rank's tensor in a list; sizes may differ between ranks."""
@@ -337,24 +330,7 @@ class GroupBase(dist.ProcessGroup):
         given = (output_lists, inputs, *args)
         return self._call("all_gather", "allgather_coalesced", given, _singly(inputs), outputs)
 
-    def all_gather_single(self, output: Any, input: Any, *args: Any) -> Handle:
-        """Concatenate every rank's tensor in ``output``."""
-        return self._by_chunks("all_gather", "all_gather_single", (output, input, *args))
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
-        return self._by_chunks(
-            "all_gather", "all_gather_single_coalesced", (outputs, inputs, *args)
-        )
-
-    def reduce_scatter_single(self, output: Any, input: Any, *args: Any) -> Handle:
-        """Combine ``input`` over ranks; rank r receives its r-th chunk."""
-        return self._by_chunks("reduce_scatter", "reduce_scatter_single", (output, input, *args))
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
-        given = (outputs, inputs, *args)
-        return self._by_chunks("reduce_scatter", "reduce_scatter_single_coalesced", given)
-
-    def _by_chunks(self, operation: str, method: str, given: tuple[Any, ...]) -> Handle:
+    def _by_chunks(self, operation: str, method: str, *given: Any) -> Handle:
         """A call of (outputs, inputs, ...) whose larger side holds a chunk of every rank."""
         outputs, inputs = map(listed, given[:2])
         if operation == "all_gather":
@@ -362,6 +338,17 @@ class GroupBase(dist.ProcessGroup):
         else:
             sides = [chunks(t, self._size) for t in inputs], _singly(outputs)
         return self._call(operation, method, given, *sides)
+
+    #: Concatenate every rank's tensor in the first argument.
+    all_gather_single = partialmethod(_by_chunks, "all_gather", "all_gather_single")
+    all_gather_single_coalesced = partialmethod(
+        _by_chunks, "all_gather", "all_gather_single_coalesced"
+    )
+    #: Combine the second argument over ranks; rank r receives its r-th chunk.
+    reduce_scatter_single = partialmethod(_by_chunks, "reduce_scatter", "reduce_scatter_single")
+    reduce_scatter_single_coalesced = partialmethod(
+        _by_chunks, "reduce_scatter", "reduce_scatter_single_coalesced"
+    )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any) -> Handle:
         """Combine lists over ranks; rank r receives the r-th."""
@@ -423,11 +410,11 @@ class GroupBase(dist.ProcessGroup):
         return self._call("recv", "recv_anysource", given, [], items, peer=None, tag=tag)
 
     # Names before torch 2.13.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single  # type: ignore[assignment]
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
 def _singly(tensors: list[Tensor]) -> list[list[Tensor]]:

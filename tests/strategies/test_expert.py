@@ -125,7 +125,7 @@ def test_an_idle_rank_repeats_the_mixtures_of_units_and_no_others() -> None:
         for _ in range(rounds):
             loss = model(draw(6, 4, seed=3)).square().sum()
             if handle:
-                handle.before_backward(loss)
+                handle.backward_begins(loss)
             loss.backward()
         if handle:
             handle.sit_out()
@@ -153,7 +153,7 @@ def test_an_idle_rank_goes_backward_only_if_the_losses_of_others_come_to_experts
         for _ in range(rounds):
             outputs = made.module(given)
             loss = outputs.sum() if seen else (made.module.head.weight * outputs.sum().item()).sum()
-            handle.before_backward(loss)
+            handle.backward_begins(loss)
             loss.backward()
         kept = len(handle.exchanges[0].plans)
         handle.sit_out()

@@ -226,7 +226,7 @@ class Engine(Following):
         for number, micro in enumerate(micro_batches):
             self.handle.accumulate(is_last=number == len(micro_batches) - 1)
             loss = self.loss(micro)
-            self.handle.before_backward(loss)
+            self.handle.backward_begins(loss)
             (loss * self.scaler.scale if self.scaler else loss).backward()
             total = total + loss.detach()
         return total

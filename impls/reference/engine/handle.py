@@ -57,7 +57,7 @@ class Handle(ABC):
         it.
         """
 
-    def before_backward(self, loss: Tensor) -> None:
+    def backward_begins(self, loss: Tensor) -> None:
         """Called with the loss of a micro-batch right before its backward."""
 
     def forwards_ended(self) -> None:

@@ -69,7 +69,7 @@ class Terms:
         for number, loss in enumerate(losses):
             if several:
                 engine.handle.accumulate(is_last=number == len(losses) - 1)
-            engine.handle.before_backward(loss)
+            engine.handle.backward_begins(loss)
             (loss * engine.scaler.scale if engine.scaler else loss).backward()
         return total
 

@@ -183,7 +183,7 @@ class ExpertParallel(Whole):
             return numbers
         return self.across.agree(numbers, "max")
 
-    def before_backward(self, loss: Tensor) -> None:
+    def backward_begins(self, loss: Tensor) -> None:
         """In a round that not all ranks have, tell the others whether backward needs them."""
         self.round += 1
         if self.round > self.joint_rounds:
