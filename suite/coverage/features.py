@@ -11,7 +11,7 @@ from shardproof.case import Case
 from shardproof.contract import Options
 
 #: Values with which an option asks for nothing.
-_NOTHING = (None, False, 0, "none", "backend", "global", "shared", "inferred")
+_NOTHING = (None, False, 0, "none", "backend", "global", "shared", "inferred", "contiguous")
 #: Options that ask for something with ``False``, too: their default is another value.
 _EITHER = ("broadcast_buffers", "loss_parallel", "reshard_after_forward")
 #: What a checkpoint's loader may have of its own, and the feature's word for it.

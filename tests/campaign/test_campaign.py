@@ -25,14 +25,16 @@ from shardproof.registry.declaration import Declaration
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-#: A seed by which so many cases show every value of every option.
-SEED, COUNT = 11, 1200
+#: A seed by which ``DRAWN`` cases of the lists show every value of every option, and ``COUNT`` of a
+#: whole campaign every trigger and feature.  The rarest value is of one system, and of one in nine
+#: of its cases: each system that is added makes it rarer.
+SEED, COUNT, DRAWN = 11, 1200, 2600
 
 
 @pytest.fixture(scope="module")
 def drawn() -> list[Case]:
     """Of the lists of systems alone."""
-    return [draws.numbered_case(number, SEED) for number in range(COUNT)]
+    return [draws.numbered_case(number, SEED) for number in range(DRAWN)]
 
 
 @pytest.fixture(scope="module")
