@@ -62,12 +62,12 @@ class ShownOptions:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN RUN...", help="runs, baselines or bundles, reference first"),
+        typer.Argument(metavar="RUN RUN...", help="runs, baselines or bundles; reference first"),
     ],
     *,
     shown: ShownOptions,
 ) -> None:
-    """Show the differences between runs, and what is not comparable and why.
+    """Show the differences between runs, and which results are not comparable, and why.
 
     \b
     shardproof compare 20260102-030405 20260103-040506
@@ -79,7 +79,7 @@ def compare(
     Two results are compared if they have the same id, suite, torch, configuration and data set.
     Exact figures (verdicts, bytes, calls, memory) have tolerance 0. Seconds are never compared.
     Each run measures ratios of times, such as A over B; `compare` shows by how much the ratio of
-    one run differs from that of another, with its 95 % interval (Welch).
+    one run differs from that of another, and the 95 % interval of the difference (Welch).
 
     Exit codes: 0 the comparison was made, even if results differ (`gate` judges them); 2 bad
     input; 3 nothing is comparable.
@@ -150,7 +150,7 @@ class Outputs:
 
     summary: Path | None = output_option("--summary", "write a Markdown summary there")
     append: bool = option(False, "--append", help="let --summary add to FILE, not replace it")
-    junit: Path | None = output_option("--junit", "write JUnit XML there")
+    junit: Path | None = output_option("--junit", "write JUnit XML to FILE")
     annotations: Host | None = option(
         None, "--annotations", help="print annotations at lines of scenarios and policy"
     )

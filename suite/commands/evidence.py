@@ -101,8 +101,8 @@ def _show(run: Run, rows: bool) -> None:
 def verify(run: options.Run = None) -> None:
     """Judge a run again from its records, and check that nothing is missing or changed.
 
-    RUN may be an archive that `shardproof bundle` made: it is unpacked into a temporary folder,
-    after a check of its contents, and needs nothing else from the machine that made it.
+    RUN may be an archive that `shardproof bundle` made. Its contents are checked, then
+    unpacked into a temporary folder. No other file from the machine that made it is needed.
 
     \b
     Exit codes: 0 every verdict holds

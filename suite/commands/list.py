@@ -123,10 +123,10 @@ def list_(
     `coverage` counts the cases for each pair of a trigger and a feature. A trigger is a trait of
     the model (`list traits`), or a shape of the batch or the mesh; a feature is a strategy, an
     option or a backend. If the output is piped, each line has five columns, separated by tabs:
-    trigger, feature, cases of the quick tier, cases of the full tier, and the reason if there are
-    none.
+    trigger, feature, number of cases in the quick tier, number in the full tier, and the reason if
+    both numbers are 0.
 
-    A pair that has neither a case nor a reason is open. If a pair is open and there are no filters,
+    A pair without a case is open if no reason is given. If a pair is open and there are no filters,
     the exit code is 1. The last line (on stderr if the output is piped) is about combinations of
     three conditions (triggers or features): how many are possible, and which share of them occurs
     in at least one case.

@@ -25,7 +25,7 @@ class HowPlanted(options.Output):
         None, "--impl", metavar="P", help="glob on faults or their parents"
     )
     tier: options.TierName = option(
-        "full", "--tier", help="quick: exit code 0 even if --budget leaves no time for some faults"
+        "full", "--tier", help="full: exit code 3 if --budget leaves out faults; quick: exit code 0"
     )
     depth: Literal["family"] | None = option(
         None, "--depth", help="judge costs by bounds; a fault is caught if any check fails"
@@ -39,7 +39,7 @@ class HowPlanted(options.Output):
         help="plant each fault in up to N random cases",
     )
     seed: int | None = option(
-        None, "--seed", metavar="S", min=0, help="with --campaign: seed of cases and order [0]"
+        None, "--seed", metavar="S", min=0, help="with --campaign: seed of the cases [default: 0]"
     )
 
 
@@ -47,12 +47,13 @@ class HowPlanted(options.Output):
 def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     """Plant every fault: its check must fail, and without the fault the same case must pass.
 
-    A fault changes one implementation, its parent. Prints a line for each system with faults, and
-    every fault that survives. A fault survives if the check that must catch it does not fail; then
-    the exit code is 1. With -v, prints the kill matrix, fault x check.
+    A fault is a changed copy of one implementation, the parent of the fault. A fault survives if
+    the check that must catch it does not fail. If a fault survives, the exit code is 1. Prints a
+    line for each system with faults, and every fault that survives. With -v, prints the kill
+    matrix, fault x check. With --tier quick, the check `memory` runs only for faults that need it.
 
     With --campaign N, each fault is planted in up to N random cases of its parent, in the order of
-    `run --campaign`. A fault is caught if a check fails with it and passes without it. The
+    `run --campaign`. A fault is caught if a check fails with the fault and passes without it. The
     output shows the share of faults caught after 1, 2, ... N cases. This is only a measurement: a
     fault that survives does not change the exit code. If a parent fails, the exit code is 1.
     --seed also sets the order of the faults, so those that fit into --budget are a random sample.

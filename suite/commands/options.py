@@ -122,21 +122,21 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="B",
-        help="select the cases of backend B; unless B is gloo or in_memory, the cases of gloo and "
-        "in_memory are also selected, and run on B",
+        help="select the cases of backend B; if B is neither gloo nor in_memory (for example mpi), "
+        "the cases of gloo and in_memory are selected too, with B as their backend",
     ),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]
 Expression = Annotated[
     str,
     typer.Option(
-        "-k", metavar="EXPR", help="select by parts of ids, joined by `and`, `or`, `not` and ( )"
+        "-k", metavar="EXPR", help="select cases by parts of ids, with `and`, `or`, `not` and ( )"
     ),
 ]
-Tier = Annotated[TierName, typer.Option("--tier", help="the quick subset, or all cases")]
+Tier = Annotated[TierName, typer.Option("--tier", help="quick: a subset of the cases; full: all")]
 Seed = Annotated[
     int | None,
-    typer.Option("--seed", metavar="S", min=0, max=2**31 - 1, help="seed of workloads"),
+    typer.Option("--seed", metavar="S", min=0, max=2**31 - 1, help="seed of models and data"),
 ]
 Campaign = Annotated[
     int | None,
@@ -156,7 +156,7 @@ Jobs = Annotated[
 
 ShardOption = Annotated[
     str | None,
-    typer.Option("--shard", metavar="I/N", help="part I of N, for `shardproof merge`"),
+    typer.Option("--shard", metavar="I/N", help="run only part I of N; see `shardproof merge`"),
 ]
 
 
@@ -266,7 +266,7 @@ Results = Annotated[
     typer.Option(
         "--results",
         metavar="RUN",
-        help="run folder to write; if it holds a run, cases are added to that run",
+        help="folder for the run; if it already holds a run, cases are added to that run",
         parser=named,
     ),
 ]
@@ -320,13 +320,13 @@ class HowRun(Output):
     """Where and how far cases are run, what is printed, and which other files are written."""
 
     on: str | None = option(
-        None, "--on", metavar="RAY", callback=_place, help="judge on a Ray cluster: ray, ray://HOST"
+        None, "--on", metavar="RAY", callback=_place, help="run on a Ray cluster: ray or ray://HOST"
     )
     fail_fast: int | None = option(
         None, "--fail-fast", "--maxfail", metavar="N", min=1, help="stop when N cases have failed"
     )
     first_failure: bool = option(False, "-x", help="stop at the first failure: --maxfail 1")
-    junit: Path | None = output_option("--junit", "also write JUnit XML there")  # noqa: RUF009
+    junit: Path | None = output_option("--junit", "also write JUnit XML to FILE")  # noqa: RUF009
     dry_run: bool = option(
         False, "--dry-run", "--collect-only", help="print the cases and run nothing"
     )
@@ -352,7 +352,7 @@ class Filters:
     like: str = option(
         *("", "--like"),
         metavar="P",
-        help="run your class in the cases of the systems that match this glob, with their options",
+        help="let your class replace the systems that match this glob: same cases, same options",
     )
     expression: Expression = ""
     tier: Tier = "quick"

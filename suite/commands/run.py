@@ -38,7 +38,7 @@ class Others:
         help="run the failed cases of --results again (default: the newest run)",
     )
     depth: Literal["family", "layout"] | None = option(
-        None, "--depth", help="family: judge costs by general bounds; layout: by exact bytes"
+        None, "--depth", help="family: judge bytes by general bounds; layout: by exact formulas"
     )
 
     @property
@@ -72,12 +72,12 @@ def run(
     shardproof run --impl mine:MyDDP -x                 stop at the first failure
     shardproof run --tier full --shard 2/4 --results part2   see `merge`
     shardproof run --tier full --on ray://HOST          on Ray, one task per case
-    shardproof run --resume                             after a kill or full disk
+    shardproof run --resume                             after a kill or a full disk
     shardproof run --resume --results results/RUN       this run, not the newest
     shardproof run --last-failed --backend gloo         some of the failed cases
 
     --resume and --rerun-failed run only cases that the earlier run had planned. Filters select
-    among them; any other case is refused.
+    among these cases; any other case is refused.
 
     To run one case, give its full id as SCENARIO or with -k. The folder results/RUN holds the
     evidence: run.json, cases.jsonl, records/, report.html, junit.xml. `verify` judges it again.

@@ -14,10 +14,10 @@ from shardproof.table import Table
 def doctor(
     of_cluster: Annotated[
         bool,
-        typer.Option("--cluster", help="also check the engine, images, tc, Slurm and Ray"),
+        typer.Option("--cluster", help="also check container engine, images, tc, Slurm and Ray"),
     ] = False,
 ) -> None:
-    """Check this machine for problems that make runs fail or mislead, and print remedies.
+    """Check this machine for problems that break runs or falsify results, and print remedies.
 
     Also says what connects GPUs and nodes (NVLink, InfiniBand), and which timeouts and settings of
     torch and NCCL are in force.

@@ -83,15 +83,15 @@ def estimate(
         typer.Option(
             "--mesh",
             metavar="A=N,...",
-            help="sizes of axes; default of a data axis: --gpus divided by the other sizes",
+            help="size of each axis; default of a data axis: --gpus divided by the other sizes",
         ),
     ] = "",
     accounting: Annotated[
         str, typer.Option("--accounting", metavar="ID", help="A32, A16, M18, B8, S4 or P4")
     ] = "A16",
-    batch: Annotated[int, typer.Option("--batch", min=1, help="samples of a micro-batch")] = 1,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="samples in a micro-batch")] = 1,
     seq: Annotated[
-        int, typer.Option("--seq", min=0, help="positions of a sample (0: the model's)")
+        int, typer.Option("--seq", min=0, help="sequence length in tokens (0: as the model has it)")
     ] = 0,
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", min=1, help="micro-batches of each rank in a step")
@@ -106,9 +106,9 @@ def estimate(
         list[str] | None,
         typer.Option("--option", metavar="K=V", help="option of --impl, e.g. offload=optimizer"),
     ] = None,
-    models: Annotated[bool, typer.Option("--models", help="list the models and end")] = False,
+    models: Annotated[bool, typer.Option("--models", help="list the models and exit")] = False,
 ) -> None:
-    """Say what training holds on each rank and sends in a step, by closed formulas; nothing runs.
+    """Compute how many bytes each rank holds and sends in a step, by closed formulas; nothing runs.
 
     \b
     shardproof estimate 7b --gpus 64 --memory 80GB
@@ -119,9 +119,10 @@ def estimate(
     shardproof estimate --models
 
     In `shardproof run`, the checks `memory` and `traffic` compare measured bytes with the same
-    formulas, tolerance 0. A GB is 10^9 bytes; memory is that of the fullest rank. --accounting
-    says how many bytes each parameter needs, and for what. A16 and A32 both need 16 bytes, but
-    split them differently between parameter, gradient and optimizer state (docs/estimate.md).
+    formulas, tolerance 0. A GB is 10^9 bytes; memory is that of the fullest rank (the rank that
+    holds most). --accounting says how many bytes each parameter needs, and for what. A16 and A32
+    both need 16 bytes, but split them differently between parameter, gradient and optimizer state
+    (docs/estimate.md).
     """
     from shardproof.estimate import shapes
 

@@ -46,7 +46,7 @@ class Estimates(Wing):
         """Add ``estimate``."""
         from shardproof.estimate import command
 
-        short = "Say what training a model holds and sends, without running it."
+        short = "Compute the bytes that training holds and sends; nothing runs."
         app.command("estimate", short_help=short)(command.estimate)
 
 

@@ -55,7 +55,7 @@ def init(
     impl: Annotated[
         str, typer.Argument(metavar="IMPL", help="package.module:Class, or a name of `list impls`")
     ],
-    into: Annotated[Path, typer.Option("--into", metavar="DIR", help="the repository")] = Path(),
+    into: Annotated[Path, typer.Option("--into", metavar="DIR", help="your repository")] = Path(),
     install: Annotated[
         str | None,
         typer.Option(

@@ -78,9 +78,9 @@ class Watched:
             "--standstill",
             metavar="S",
             min=1,
-            help="seconds without progress (no rank computes, enters or leaves a collective) after "
-            "which all ranks are stopped; if all ranks wait for one another, in collectives or in "
-            "backward(), they are stopped after at most 10 seconds",
+            help="stop all ranks after S seconds in which none computes, and none enters or leaves "
+            "a collective; if all ranks wait for one another, in collectives or in backward(), "
+            "they are stopped after at most 10 seconds",
         ),
     ] = 60.0
     results: Annotated[

@@ -52,11 +52,11 @@ app = typer.Typer(
     shardproof bench collectives --world 4          ring, trees, gloo's own, ...
     shardproof bench checkpoint --parameters 200M   saves, loads, stalls
 
-    You may omit the subcommand: two implementations select `pair`; the contents of a scenario
-    decide between `speed` and `scaling`. `shardproof bench speed --help` has the options.
+    You may omit the subcommand: `bench A B` runs `pair`; `bench SCENARIO` runs `speed` or
+    `scaling`, whichever the scenario is for. `shardproof bench speed --help` has the options.
 
     \b
-    Exit codes: 0 decided
+    Exit codes: 0 everything was decided
                 1 a crash, a hang, or two sides that train differently;
                   the verdict `slower` only with --fail-on slower,
                   the verdict `below` only with --fail-on goal
