@@ -28,7 +28,7 @@ class HowPlanted(options.Output):
         "full", "--tier", help="full: exit code 3 if --budget leaves out faults; quick: exit code 0"
     )
     depth: Literal["family"] | None = option(
-        None, "--depth", help="judge costs by bounds; a fault is caught if any check fails"
+        None, "--depth", help="judge bytes by general bounds; any check that fails catches a fault"
     )
     campaign: int | None = option(
         None,

@@ -151,7 +151,7 @@ Budget = Annotated[
 
 Jobs = Annotated[
     int | None,
-    typer.Option("-j", metavar="JOBS", min=1, max=256, help="cases at once (default: cores)"),
+    typer.Option("-j", metavar="JOBS", min=1, max=256, help="cases at once (default: all cores)"),
 ]
 
 ShardOption = Annotated[

@@ -74,7 +74,7 @@ def run(
     shardproof run --tier full --on ray://HOST          on Ray, one task per case
     shardproof run --resume                             after a kill or a full disk
     shardproof run --resume --results results/RUN       this run, not the newest
-    shardproof run --last-failed --backend gloo         some of the failed cases
+    shardproof run --last-failed --backend gloo         the failed cases of gloo
 
     --resume and --rerun-failed run only cases that the earlier run had planned. Filters select
     among these cases; any other case is refused.

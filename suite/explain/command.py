@@ -27,8 +27,8 @@ def explain(
 ) -> None:
     """Explain a case, a check or a verdict, and what to do next.
 
-    For a case: its training, its checks, the command that runs it, and its verdict in the newest
-    run.
+    For a case, prints its training, its checks, the command that runs it, and its verdict in the
+    newest run.
 
     \b
     shardproof explain hang

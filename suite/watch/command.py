@@ -144,7 +144,7 @@ def watch(
     line of the script, or run `torchrun --nproc-per-node 4 -m shardproof.watch train.py`.
 
     \b
-    Sees:
+    Finds:
     - parameters that differ between ranks at the start
     - gradients, optimizer state and parameters that differ at a step (checksums of
       their bits at steps 1 to 3, then at every K-th step, and at the end)
@@ -155,7 +155,7 @@ def watch(
     - ranks that die, stop or wait forever, with the line of the script
     Also reports bytes by operation, memory by kind of tensor, and what `watch` could not see.
 
-    `watch` only compares ranks with one another; there is no reference run. It does not see a
+    `watch` only compares ranks with one another; there is no reference run. It does not find a
     mistake that is the same on all ranks, or a rank that reads the wrong samples
     (DistributedSampler, set_epoch). K is chosen so that comparing costs at most 2.5 % of a step.
     docs/watch.md has the details.
