@@ -76,10 +76,11 @@ def compare(
     shardproof compare RUN RUN --save results/baselines/cpu.json   one baseline
     shardproof compare results/baselines/*.json --by hardware --into README.md
 
-    Two results are compared if they have the same id, suite, torch, configuration and data set.
-    Exact figures (verdicts, bytes, calls, memory) have tolerance 0. Seconds are never compared.
-    Each run measures ratios of times, such as A over B; `compare` shows by how much the ratio of
-    one run differs from that of another, and the 95 % interval of the difference (Welch).
+    Two results are compared if they have the same id, version of the suite, version of torch,
+    configuration and data set. Exact figures (verdicts, bytes, calls, memory) have tolerance 0.
+    Seconds are never compared. Each run measures ratios of times, such as A over B; `compare`
+    shows by how much the ratio of one run differs from that of another, and the 95 % interval of
+    the difference (Welch).
 
     Exit codes: 0 the comparison was made, even if results differ (`gate` judges them); 2 bad
     input; 3 nothing is comparable.

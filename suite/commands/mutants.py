@@ -49,8 +49,9 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
 
     A fault is a changed copy of one implementation, the parent of the fault. A fault survives if
     the check that must catch it does not fail. If a fault survives, the exit code is 1. Prints a
-    line for each system with faults, and every fault that survives. With -v, prints the kill
-    matrix, fault x check. With --tier quick, the check `memory` runs only for faults that need it.
+    line for each system with faults, and every fault that survives. With -v, prints which
+    check catches which fault. With --tier quick, the check `memory` runs only for faults that need
+    it.
 
     With --campaign N, each fault is planted in up to N random cases of its parent, in the order of
     `run --campaign`. A fault is caught if a check fails with the fault and passes without it. The

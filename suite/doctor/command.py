@@ -17,7 +17,7 @@ def doctor(
         typer.Option("--cluster", help="also check container engine, images, tc, Slurm and Ray"),
     ] = False,
 ) -> None:
-    """Check this machine for problems that break runs or falsify results, and print remedies.
+    """Check this machine for problems that break runs or make results wrong, and print remedies.
 
     Also says what connects GPUs and nodes (NVLink, InfiniBand), and which timeouts and settings of
     torch and NCCL are in force.

@@ -91,7 +91,7 @@ def estimate(
     ] = "A16",
     batch: Annotated[int, typer.Option("--batch", min=1, help="samples in a micro-batch")] = 1,
     seq: Annotated[
-        int, typer.Option("--seq", min=0, help="sequence length in tokens (0: as the model has it)")
+        int, typer.Option("--seq", min=0, help="sequence length in tokens (0: that of the model)")
     ] = 0,
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", min=1, help="micro-batches of each rank in a step")
