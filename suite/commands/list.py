@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -195,7 +195,7 @@ def _list_coverage(cases: Sequence[Case], is_whole: bool) -> None:
 
 def _show_pairs(coverage: Coverage, sentence: str, lacks: str) -> None:
     def row(pair: tuple[str, str]) -> tuple[str, ...]:
-        counts = _counts(coverage, pair)
+        counts = coverage.quick.get(pair, 0), coverage.full.get(pair, 0)
         why = "" if any(counts) else coverage.why_empty(pair) or lacks
         return *pair, *map(str, counts), why
 
@@ -204,11 +204,6 @@ def _show_pairs(coverage: Coverage, sentence: str, lacks: str) -> None:
         make_console().print(Table("", headings, [*map(row, coverage.pairs)], notes=[sentence]))
         return
     _show_table(coverage.by_feature(lacks), sentence, map(row, coverage.pairs))
-
-
-def _counts(found: Coverage, of: Any) -> tuple[int, int]:
-    """Cases of the quick tier and of the full one."""
-    return found.quick.get(of, 0), found.full.get(of, 0)
 
 
 def _show_table(table: Table, sentence: str, rows: Iterable[tuple[str, ...]]) -> None:

@@ -53,9 +53,8 @@ def defaults(group: Any, args: Sequence[str]) -> dict[str, Any]:
     try:
         table = tomllib.loads(read_input(path).decode()).get("tool", {}).get("shardproof", {})
     except (OSError, *DAMAGE) as error:
-        raise InputError(
-            Problem(f"cannot be read: {error}", "correct it", file=str(path))
-        ) from None
+        problem = Problem(f"cannot be read: {error}", "correct it", file=str(path))
+        raise InputError(problem) from None
     if problems := list(_unknown(group, table, str(path), _TABLE)):
         raise InputError(problems)
     less = _CHOSEN if any(word.split("=")[0] in _CHOOSE for word in args) else ()
@@ -69,12 +68,8 @@ def _unknown(command: Any, table: Mapping[str, Any], file: str, name: str) -> It
         if isinstance(value, Mapping) and key in commands:
             yield from _unknown(commands[key], value, file, f"{name}.{key}")
         elif key in _TYPED:
-            yield Problem(
-                f"[{name}]: this option cannot be set here",
-                "give it on the command line",
-                key,
-                file,
-            )
+            what = f"[{name}]: this option cannot be set here"
+            yield Problem(what, "give it on the command line", key, file)
         elif key not in known or isinstance(value, Mapping):
             valid = (*known, *commands)
             yield Problem(f"[{name}]: unknown key", nearest(key, valid, "keys"), key, file)
@@ -91,15 +86,12 @@ def _by_command(
             for name, one in commands.items()
         }
     known = _options(command)
+    many = {key for key, option in known.items() if getattr(option, "multiple", False)}
     return {
-        known[key].name: [value] if _is_repeated(known[key]) and isinstance(value, str) else value
+        known[key].name: [value] if key in many and isinstance(value, str) else value
         for key, value in values.items()
         if key in known and known[key].name not in less
     }
-
-
-def _is_repeated(option: Any) -> bool:
-    return bool(getattr(option, "multiple", False))
 
 
 def _options(command: Any) -> dict[str, Any]:

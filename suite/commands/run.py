@@ -120,10 +120,8 @@ def _require_fitting(
         given = {"--like": filters.like, **of_new_runs}
         what = "the run keeps its planned cases"
         if clash := next((name for name in sorted(given) if given[name]), ""):
-            problem = Problem(
-                f"{clash} is only for a new run", f"leave it out: {what}", given[clash]
-            )
-            raise SelectionError(problem)
+            only = f"{clash} is only for a new run"
+            raise SelectionError(Problem(only, f"leave it out: {what}", given[clash]))
     if others.resume and others.rerun_failed:
         remedy = "give one: --resume runs what has no result, --rerun-failed the cases that failed"
         raise SelectionError(Problem("--resume and --rerun-failed exclude each other", remedy))

@@ -257,9 +257,10 @@ class Figures(ABC):
             known = parts.setdefault((share, place), loss)
             if not abs(known - loss) <= bound * abs(known if truth is None else truth):
                 of = f"data coordinate {share}" + f", {along} {place}" * (along in self.case.mesh)
-                raise ValueError(
+                message = (
                     f"ranks report different losses for {of}: {known!r}, {loss!r} on rank {rank}"
                 )
+                raise ValueError(message)
         shares: dict[int | None, float] = {}
         for (share, _), loss in parts.items():
             shares[share] = shares.get(share, 0.0) + loss

@@ -120,9 +120,10 @@ class _Models:
         """Of the versions that were read; ``None``: one of them does not exist yet."""
         for owner in owners:
             if (version := owner.reads.get((worker, step))) is None:
-                raise ValueError(
+                message = (
                     f"worker {worker} sent its gradients of step {step} to only some of the servers"
                 )
+                raise ValueError(message)
             if version >= len(owner.versions):
                 return None
         reader = self.readers[worker]

@@ -104,9 +104,8 @@ def subject(
     if implementation is not None:
         if not isinstance(implementation, str | type):
             remedy = "give a name, e.g. 'reference/ddp', or a class"
-            raise SelectionError(
-                Problem("this is not an implementation", remedy, repr(implementation))
-            )
+            what = "this is not an implementation"
+            raise SelectionError(Problem(what, remedy, repr(implementation)))
         return path_of(implementation, "class"), dict(options)
     paths = {name: _as_option(thing, name) for name, thing in there.items()}
     return registry.takers()[systems[0]], {**options, **paths}

@@ -54,7 +54,7 @@ def _wrong_fault(plan: schema.FaultPlan, scenario: schema.Scenario) -> Iterator[
         remedy = "plan checkpoints, or name another phase"
         yield ["phase"], "this scenario saves and loads nothing", remedy, plan.phase
     elif plan.phase == "save":
-        saved = [set(_saves(one).saved_at) for one in scenario.checkpoints]
+        saved = [set(_checkpoint(one)["checkpoint"].saved_at) for one in scenario.checkpoints]
         valid = sorted(done - 1 for done in set.intersection(*saved))
     if plan.step not in valid:
         remedy = f"valid: {valid[0]} to {valid[-1]}" if valid else "no step is valid"
@@ -73,14 +73,11 @@ def _unfit_fault(plan: schema.FaultPlan, cell: Cell) -> Iterator[Wrong]:
 # ---------------------------------------------------------------------------------- checkpoints
 
 
-def _saves(plan: schema.CheckpointKeys) -> CheckpointPlan:
+def _checkpoint(plan: schema.CheckpointKeys) -> dict[str, Any]:
     hidden: Any = {"precision": {"label"}}
     given = plan.into.model_dump(exclude_none=True, exclude=hidden) if plan.into else {}
-    return CheckpointPlan(plan.save_at, plan.saves, given, plan.again_at or 0, plan.trained)
-
-
-def _checkpoint(plan: schema.CheckpointKeys) -> dict[str, Any]:
-    return {"checkpoint": _saves(plan)}
+    saves = CheckpointPlan(plan.save_at, plan.saves, given, plan.again_at or 0, plan.trained)
+    return {"checkpoint": saves}
 
 
 def _wrong_checkpoint(plan: schema.CheckpointKeys, scenario: schema.Scenario) -> Iterator[Wrong]:

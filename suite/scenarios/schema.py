@@ -197,9 +197,8 @@ class ImplementationChoice(Model):
     @model_validator(mode="after")
     def _labelled(self) -> ImplementationChoice:
         if self.options and self.label is None:
-            raise ValueError(
-                "options need a label, so that ids of cases differ: add e.g. `label: mine`"
-            )
+            message = "options need a label, so that ids of cases differ: add e.g. `label: mine`"
+            raise ValueError(message)
         return self
 
 

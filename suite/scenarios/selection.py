@@ -239,9 +239,8 @@ def _narrow(
 
 
 def _unplanned(option: str, value: str, remedy: str) -> SelectionError:
-    return SelectionError(
-        Problem(f"{option}: not planned in this run", f"{remedy}; {_NOT_PLANNED}", value)
-    )
+    what = f"{option}: not planned in this run"
+    return SelectionError(Problem(what, f"{remedy}; {_NOT_PLANNED}", value))
 
 
 def _some(

@@ -151,14 +151,12 @@ class OwnWorkload(WorkloadFamily):
             return {name: role for name, (form, role) in pairs if re.fullmatch(form, name)}
         for name, role in self._roles.items():
             if name not in names:
-                raise WorkloadError(
-                    f"{self.name}: roles: no module or parameter {name!r} in the model"
-                )
+                message = f"{self.name}: roles: no module or parameter {name!r} in the model"
+                raise WorkloadError(message)
             if role not in get_args(Role):
                 valid = ", ".join(get_args(Role))
-                raise WorkloadError(
-                    f"{self.name}: roles: unknown role {role!r} of {name!r}; valid: {valid}"
-                )
+                message = f"{self.name}: roles: unknown role {role!r} of {name!r}; valid: {valid}"
+                raise WorkloadError(message)
         return self._roles
 
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
@@ -298,9 +296,8 @@ def check_name(path: str, traits: Collection[str]) -> None:
     for name in traits:
         if name not in (*HAD, *FOUND):
             have = ", ".join(HAD)
-            raise WorkloadError(
-                f"{path} has its own model, and trait {name!r} would change it; valid: {have}"
-            )
+            message = f"{path} has its own model, and trait {name!r} would change it; valid: {have}"
+            raise WorkloadError(message)
 
 
 def _repeated(model: nn.Module) -> tuple[str, ...]:

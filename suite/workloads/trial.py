@@ -165,16 +165,14 @@ def _check_values(family: OwnWorkload, workload: Workload) -> None:
     for name in {*one, *two}:
         if name not in one or name not in two or not torch.equal(one[name], two[name]):
             remedy = "draw initial values from torch's global generator only"
-            raise WorkloadError(
-                f"{family.name}: model(...) changes {name!r} from call to call: {remedy}"
-            )
+            message = f"{family.name}: model(...) changes {name!r} from call to call: {remedy}"
+            raise WorkloadError(message)
     batches = [workload.fresh_batch(0) for _ in range(2)]
     for what in ("inputs", "targets", "weights"):
         if not torch.equal(*(getattr(batch, what) for batch in batches)):
             remedy = "draw with the given generator only"
-            raise WorkloadError(
-                f"{family.name}: batch(...) changes its {what} from call to call: {remedy}"
-            )
+            message = f"{family.name}: batch(...) changes its {what} from call to call: {remedy}"
+            raise WorkloadError(message)
 
 
 def _other_losses(family: OwnWorkload, one: _Attempt, two: _Attempt) -> WorkloadError:

@@ -37,9 +37,10 @@ def standing(path: str) -> Iterator[None]:
     others = (name for name, part in before.items() if now.get(name, part) is not part)
     if name := next((name for name in others if not _is_own(now[name])), ""):
         remedy = "do not replace it, or move the model to a module without the replacement"
-        raise WorkloadError(
+        message = (
             f"workload {path!r} replaces {name}, which the suite needs to check results: {remedy}"
         )
+        raise WorkloadError(message)
 
 
 def _parts() -> Iterator[tuple[str, Any]]:

@@ -62,12 +62,9 @@ def why_not(evidence: Figures) -> str:
     if comes_apart(facts.options):
         return "gradients wait for the pass of their weights"
     inner = facts.options.get("data_options") or {}
-    chosen = (n for n in _OWN_TEMPORARIES for given in (facts.options, inner) if _asked(given, n))
-    return next((f"option {name}" for name in chosen), "")
-
-
-def _asked(options: Mapping[str, object], name: str) -> bool:
-    return options.get(name) not in (None, 0, "none")
+    both = (facts.options, inner)
+    asked = (n for n in _OWN_TEMPORARIES for o in both if o.get(n) not in (None, 0, "none"))
+    return next((f"option {name}" for name in asked), "")
 
 
 def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
