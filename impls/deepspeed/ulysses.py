@@ -91,8 +91,8 @@ class DeepSpeedUlysses(CutPositions):
         if key.shape[1] < self.group.size:
             raise Refused(
                 f"the model has {key.shape[1]} KV heads, but the axis 'context' has "
-                f"{self.group.size} ranks, and DeepSpeed needs a KV head for each; set context to "
-                f"at most {key.shape[1]}"
+                f"{self.group.size} ranks, and DeepSpeed needs at least one KV head per rank; set "
+                f"context to at most {key.shape[1]}"
             )
         #   the model's (samples, heads, positions, size) -> DeepSpeed's (samples, positions, ...)
         turned = (part.transpose(1, 2).contiguous() for part in (query, key, value))

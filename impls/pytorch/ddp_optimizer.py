@@ -70,7 +70,7 @@ class Options(DDPOptions):
         if isinstance(found, type) and found.__module__.startswith("torch."):
             raise Refused(
                 f"option 'optimizer' = {self.optimizer!r}: this class of torch cannot be called "
-                "with (groups, settings); name a function that can, and that returns e.g. "
+                "with (groups, settings); name a function of (groups, settings) that returns e.g. "
                 f"{found.__name__}(groups, **settings.arguments)"
             )
         return found
@@ -131,10 +131,10 @@ class DDPWithOptimizer(PyTorchDDP):
             wanted = {"momentum_buffer"} if self.spec.momentum else set()
         if slots != wanted and not (slots <= wanted and self.scaler.is_enabled()):
             raise self._refused(
-                f"the optimizer keeps {', '.join(sorted(slots)) or 'nothing'} for each "
-                "parameter, but torch's optimizer, with which it is compared, keeps "
-                f"{', '.join(sorted(wanted)) or 'nothing'}; use torch's names, or test SGD "
-                "without momentum, which keeps no state"
+                f"the optimizer's state has the entries {', '.join(sorted(slots)) or 'none'}, "
+                "but torch's optimizer has the entries "
+                f"{', '.join(sorted(wanted)) or 'none'}; use the names of torch's entries, or "
+                "test SGD without momentum, which has no state"
             )
 
     def local_state(self, kind: Kind) -> list[Piece]:

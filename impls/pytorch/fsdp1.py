@@ -196,8 +196,8 @@ class PyTorchFSDP1(Adapter):
         if self.options.sharding_strategy == "HYBRID_SHARD" and mesh.axes["shard"] == 1 < copies:
             raise Refused(
                 "option 'sharding_strategy' = 'HYBRID_SHARD' on a mesh with shard = 1: FSDP1 "
-                f"switches to NO_SHARD within that one rank and never reduces over the {copies} "
-                f"replicas; use NO_SHARD on mesh {{replicate: {copies}}}"
+                f"then runs each rank as NO_SHARD and never reduces over the {copies} replicas; "
+                f"use NO_SHARD on mesh {{replicate: {copies}}}"
             )
         if self.options.offload == "parameters" and mesh.device == "cpu":
             raise Refused(
@@ -234,8 +234,8 @@ class PyTorchFSDP1(Adapter):
             if isinstance(part, _BatchNorm):
                 raise Refused(
                     f"option 'precision': FSDP1 makes {name!r} ({type(part).__name__}) a unit "
-                    "of its own and does not apply the policy to it; leave 'precision' out or "
-                    "use another norm"
+                    "of its own without mixed precision; leave 'precision' out or use another "
+                    "norm"
                 )
 
     def scaled_over(self) -> ProcessGroup | None:

@@ -163,8 +163,8 @@ class Hybrid(Pipelining):
         self.data = summing(mesh.axes)
         if self.data == ("replicate",):
             raise Refused(
-                "this mesh has the axis 'replicate' without 'shard', but fully_shard replicates "
-                "only shards: add the axis 'shard' (its size may be 1)"
+                "this mesh has the axis 'replicate' but no axis 'shard', which fully_shard always "
+                "needs: add the axis 'shard' (its size may be 1)"
             )
         if self.spec.scaler is not None:
             raise Refused(

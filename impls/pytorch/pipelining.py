@@ -587,7 +587,7 @@ def refuse_unequal(batch: Batch) -> None:
         shapes = sorted({tuple(micro.inputs.shape) for micro in window})
         if len(shapes) > 1:
             raise Refused(
-                f"step {batch.step}: the micro-batches of one window have different shapes "
+                f"step {batch.step}: the micro-batches of one schedule have different shapes "
                 f"({', '.join(map(str, shapes))}), but torch cuts its inputs into equal parts; "
                 "choose a global_batch that is a multiple of the number of micro-batches"
             )

@@ -115,8 +115,8 @@ class Options:
         if self.dies and (workers < 2 or self.dies.worker >= workers):
             raise Refused(
                 f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers, and at "
-                "least 1 other must remain; use at least 2 workers, and a number from 0 to "
-                f"{max(workers, 2) - 1}"
+                "least 1 other must remain; use at least 2 workers, and a dies.worker "
+                f"from 0 to {max(workers, 2) - 1}"
             )
         if isinstance(self.order, str):
             return ORDERS[self.order](workers, self.max_staleness)

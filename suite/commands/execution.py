@@ -116,7 +116,7 @@ def _fitting(cases: Sequence[Case], declared: Mapping[str, Sequence[str]]) -> li
         odd = {case.id for case in own if axes and not set(case.mesh) <= set(axes)}
         if len(odd) == len(own):
             remedy = "choose other cases by -k, or another scenario"
-            raise SelectionError(Problem(f"no cell has a mesh of {', '.join(axes)}", remedy, name))
+            raise SelectionError(Problem(f"no cell fits the axes {', '.join(axes)}", remedy, name))
         if odd:
             fitting = f"{len(own) - len(odd)} of {len(own)} cells"
             echo(f"{name} declares the axes {', '.join(axes)}: {fitting} fit", err=True)

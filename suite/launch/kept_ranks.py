@@ -153,7 +153,7 @@ class Kept(ProcessHost):
         """
         self._lent = {}
         if launch.fresh or len(launch.ranks) < launch.world:
-            raise NotLent("this launch cannot reuse processes: it must start its own")
+            raise NotLent("this launch cannot reuse processes: it must start new ones")
         backend, world = launch.backend, launch.world
         key = backend.name, world if backend.mpirun else 0
         if key not in self._groups:
@@ -172,7 +172,7 @@ class Kept(ProcessHost):
             group.end()
             self._lent = {}
             raise NotLent(
-                f"a rank process of an earlier case, to be reused here, has ended: {error}"
+                f"a rank process has ended before this case could reuse it: {error}"
             ) from error
         if backend.threads:
             return [RankProcess(pid, tuple(range(world))) for pid in self._lent]

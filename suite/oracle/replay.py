@@ -95,7 +95,7 @@ def replay(
                 versions.append(models.snapshot())
                 moved = True
         if not moved:
-            raise ValueError("deadlock: every server waits for a version of another server")
+            raise ValueError("deadlock: every server waits for an update of another server")
     return versions
 
 

@@ -201,8 +201,8 @@ class _Training:
         if self.draws[0]:
             if rule == "synced":
                 raise NotJoined(
-                    "buffers = 'synced' needs a reference run in one process, but the dropout "
-                    "masks of ranks differ"
+                    "buffers = 'synced' needs a reference run on one rank, which cannot use a "
+                    "different dropout mask for each rank"
                 )
             builds = (workload.build_for(0, number) for number, _ in enumerate(self.ranks))
             self.draws = [read_draws(build("meta")) for build in builds]
@@ -247,8 +247,8 @@ class _Training:
             return [[] for _ in batches]
         if self.rule == "synced":
             raise NotJoined(
-                "buffers = 'synced' needs a reference run in one process, but the loss has loss "
-                "terms"
+                "buffers = 'synced' needs a reference run on one rank, which cannot compute the "
+                "loss terms of this model"
             )
         parts = []
         for number, batch in enumerate(batches):

@@ -86,7 +86,7 @@ class Training:
         roles: Mapping[str, Role] | None = None,
     ) -> None:
         if not callable(loss):
-            raise ValueError(f"loss {loss!r:.60} cannot be called: give loss(outputs, targets)")
+            raise ValueError(f"loss {loss!r:.60} is not a function: give loss(outputs, targets)")
         if isinstance(loss, type):
             raise ValueError(f"loss {loss.__name__} is a class: write {loss.__name__}()")
         self._model = UserModel(model, loss, units=units, stages=stages, roles=roles)
@@ -224,8 +224,8 @@ class Training:
                 )
             if chosen.threads and size > 1 and self._source.is_one_iterator:
                 raise ValueError(
-                    f"data is one iterator, which {size} ranks that are threads would share: give "
-                    "a DataLoader, a list or a function, or a backend whose ranks are processes"
+                    f"data is an iterator, and {size} ranks in one process cannot share it: give a "
+                    "DataLoader, list or function, or choose a backend with one process per rank"
                 )
             return self._result(self._started(plan, steps, chosen, size, on), 0)
         return self._result(world.comm.all_gather_object(_train(plan, steps, world)), world.rank)
@@ -377,8 +377,8 @@ def require_values(name: str, model: UserModel) -> None:
     """
     if model.is_meta and not getattr(registry.load(name), "materializes", False):
         raise ValueError(
-            f"the model is on the device meta, and {name} needs its values: build it on a device, "
-            "or choose a strategy that gives a model its values unit by unit (zero3, fsdp)"
+            f"the model is on the device meta, but {name} needs its values: build it on CPU or "
+            "GPU, or choose a strategy that initializes the model unit by unit (zero3, fsdp)"
         )
 
 
@@ -410,7 +410,7 @@ def fits(
     if own and not name.startswith(f"{_OWN}/"):
         raise ValueError(
             f"{name} supports only the optimizers sgd and adamw; for another optimizer choose a "
-            f"strategy of {_OWN}/"
+            f"strategy whose name begins with {_OWN}/"
         )
     if own and options.get("offload", "none") != "none":
         raise ValueError("offload works only with the optimizers sgd and adamw")

@@ -157,7 +157,7 @@ class Wrapped:
             self._in_step.close()
             self._memory = None
         if not memory.stats["peak"]:
-            raise ValueError("measured(): its block must run forward, backward and step()")
+            raise ValueError("the block of measured() must run forward, backward and step()")
         self._peak = memory.stats["peak"]
 
     def memory_stats(self) -> dict[str, Bytes]:
@@ -212,8 +212,8 @@ def wrap(
     name, world = named(strategy), join()
     if isinstance(model, nn.Module) and model in _WRAPPED:
         raise ValueError(
-            f"the model ({type(model).__name__}) is wrapped already: keep what wrap returned, or "
-            "call its close() first"
+            f"the model ({type(model).__name__}) is wrapped already: use the object that the "
+            "first wrap() returned, or call close() on that object before you wrap again"
         )
     accumulate, mean = more.pop("accumulate", 1), more.pop("mean", True)
     require_count("accumulate", accumulate, least=0)

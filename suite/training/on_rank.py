@@ -109,8 +109,8 @@ class RankTraining:
                 if first > steps:
                     raise ValueError(
                         f"steps = {steps}, but the checkpoint in {self.saved} already has {first} "
-                        "steps: give a larger number (steps includes those of earlier runs), or "
-                        "name a new folder"
+                        "steps: give a larger number (it counts the steps of earlier runs too), "
+                        "or name a new folder"
                     )
                 dtype = next(iter(plan.model.model.parameters())).dtype
                 device = self.world.device

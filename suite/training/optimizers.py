@@ -199,8 +199,8 @@ def _kind(optimizer: str | type[torch.optim.Optimizer]) -> type[torch.optim.Opti
         remedy = nearest(optimizer, known, "valid")
         raise ValueError(f"unknown optimizer {optimizer!r}; {remedy}, or give a class")
     raise ValueError(
-        f"optimizer {optimizer!r:.60} is an object, expected a name or a class: the strategy makes "
-        "the optimizer itself, over its own tensors; write optimizer(torch.optim.AdamW, lr=...)"
+        f"optimizer {optimizer!r:.60} is an object, expected a name or a class, from which the "
+        "strategy makes its own optimizer; write e.g. optimizer(torch.optim.AdamW, lr=...)"
     )
 
 
@@ -223,7 +223,7 @@ def require_element_wise(given: OptimizerSpec) -> None:
     if not torch.equal(whole, parts):
         raise ValueError(
             f"optimizer {name} cannot be used with sharded state: it is not element-wise (two "
-            f"halves of a matrix are updated in another way than the whole matrix); {remedy}"
+            f"halves of a matrix get other updates than the whole matrix); {remedy}"
         )
 
 

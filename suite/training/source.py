@@ -63,7 +63,7 @@ class Source:
         if self._indexed:
             if not self._size:
                 raise ValueError(
-                    "a Dataset needs batch=: how many samples a step takes, over all ranks"
+                    "a Dataset needs batch=, the number of samples per step over all ranks"
                 )
             if len(self._data) < 1:
                 raise ValueError("the data set is empty")

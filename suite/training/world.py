@@ -171,8 +171,8 @@ def require_axes(axes: Mapping[str, int]) -> None:
 
     if not isinstance(axes, Mapping) or not axes:
         raise ValueError(
-            f"mesh = {axes!r:.60}: write ranks along each axis, e.g. {replicas(4)} "
-            f"(axes: {', '.join(names())}), or leave it out"
+            f"mesh = {axes!r:.60}: write the number of ranks of each axis, e.g. {replicas(4)} "
+            f"(axes: {', '.join(names())}), or leave mesh out"
         )
     for axis, ranks in axes.items():
         if axis not in names():

@@ -265,8 +265,8 @@ class CharnamesGPT(WorkloadFamily):
         mixture.check(self.name, params)
         if params["first_step"] == "head" and mixture.shows_scores(params):
             raise WorkloadError(
-                f"{self.name}: balance and z_loss train all routers in step 0, in which "
-                "first_step = 'head' lets the head learn alone; set first_step to 'all'"
+                f"{self.name}: first_step = 'head' trains only the head in step 0, but balance and "
+                "z_loss would train all routers in that step; set first_step to 'all'"
             )
 
     def size(self) -> int:

@@ -72,9 +72,9 @@ def silent(engine: MadeEngine, word: str, **state: bool) -> None:
 @pytest.mark.parametrize(
     ("word", "state", "says"),
     [
-        ("", {"Paused": True}, "shardproof-1-2-head was paused by others"),
+        ("", {"Paused": True}, "another program paused container shardproof-1-2-head"),
         ("", {"Running": False}, "shardproof-1-2-head has ended"),
-        ("memory", {"Paused": True}, "shardproof-1-2-node0 was paused by others"),
+        ("memory", {"Paused": True}, "another program paused container shardproof-1-2-node0"),
     ],
     ids=["head is paused", "head ended", "node is paused while it is measured"],
 )

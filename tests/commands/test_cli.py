@@ -205,7 +205,7 @@ def test_a_class_of_ones_own_gets_the_cells_whose_axes_it_declares() -> None:
     # Asked for by name, a scenario runs as it is: what does not fit is a skip with its reason.
     assert "replicate2" in here("run", "ddp-gpt", *OWN, paths=[SUPPORT]).stdout
     none = here("run", *OWN, "-k", "replicate2", paths=[SUPPORT])
-    assert none.returncode == 2 and "no cell has a mesh of shard" in none.stderr
+    assert none.returncode == 2 and "no cell fits the axes shard" in none.stderr
 
 
 def test_a_class_of_ones_own_takes_the_options_of_systems_like_it() -> None:

@@ -139,7 +139,7 @@ def test_a_colon_in_a_group_s_pattern_makes_no_path_of_an_optimizer() -> None:
 def test_state_by_other_names_is_refused_and_none_is_needed() -> None:
     frame = prove(optimizer=own.OwnSlots, **BOTH)
     assert set(frame["verdict"]) == {"refused"}
-    assert all("keeps velocity for each parameter" in reason for reason in frame["reason"])
+    assert all("has the entries velocity" in reason for reason in frame["reason"])
     plain = OptimizerSpec("sgd", momentum=0.0)
     frame = prove(optimizer=own.OwnSlots, settings=plain, **BOTH)
     assert set(frame["verdict"]) == {"pass"}, list(frame["reason"])

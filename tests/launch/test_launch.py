@@ -528,7 +528,7 @@ def test_a_task_is_a_function_of_a_module(fork_server: ForkServer) -> None:
     def local(payload: dict[str, Any]) -> None: ...
 
     for task in (local, lambda payload: None, Pool.run):
-        with pytest.raises(ValueError, match="a task must be a function at the top of a module"):
+        with pytest.raises(ValueError, match="a task must be a function at the top level"):
             fork_server.submit(task, {})
 
 

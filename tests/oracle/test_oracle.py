@@ -241,7 +241,7 @@ def test_stateful_dropouts_go_on_per_coordinate(name: str) -> None:
 
 
 def test_synced_buffers_and_stateful_dropout_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="dropout masks of ranks differ"):
+    with pytest.raises(ValueError, match="different dropout mask for each rank"):
         train(workload(CNN, "dropout_stateful"), OptimizerSpec(), 2, 1, "synced").to_dict()
 
 

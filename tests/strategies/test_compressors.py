@@ -363,7 +363,7 @@ def test_options_that_do_not_go_together_are_refused(
             {"pipe": 2, "shard": 2},
             {"data": "zero2", "data_options": {"compress": TOPK}},
             OptimizerSpec(),
-            "is compressed by itself, in the order of the schedule",
+            "are compressed in the order of the schedule",
         ),
         (
             "ddp",

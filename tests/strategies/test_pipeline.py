@@ -419,7 +419,7 @@ def test_a_micro_batch_is_let_go_at_its_last_action(schedule: str) -> None:
         ),
         (
             {"schedule": {"orders": [["F0@0", "BW0@0", "BW0@4"]]}},
-            "the highest stage in the orders is 4, but they have forwards of 1 stages",
+            "the highest stage in the orders is 4, but the orders have forwards of 1 stages",
         ),
         (
             {
@@ -475,7 +475,7 @@ def test_windows_that_do_not_fit_are_refused() -> None:
     for options, ranks, micro_batches, text in (
         ({"schedule": "interleaved"}, 2, 3, "must be a multiple of 2"),
         ({"schedule": {"orders": [["F0@0", "BW0@0"]]}}, 2, 1, "is for 1 ranks"),
-        ({"schedule": {"orders": [["F0@0", "BW0@0"]]}}, 1, 2, "is for 1 micro-batches"),
+        ({"schedule": {"orders": [["F0@0", "BW0@0"]]}}, 1, 2, "lists 1 micro-batches"),
     ):
         with pytest.raises(Refused) as error:
             ReferencePipeline.schedule(options, ranks, micro_batches)

@@ -58,7 +58,7 @@ def rows(pieces: list[Piece]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("axes", "options", "spec", "told"),
     [
-        ({"pipe": 1, "replicate": 2}, {}, ADAMW, "fully_shard replicates only shards"),
+        ({"pipe": 1, "replicate": 2}, {}, ADAMW, "no axis 'shard', which fully_shard always needs"),
         ({"shard": 2}, {}, ADAMW, r"need a mesh with the axis 'pipe' .* not \['shard'\]"),
         ({"pipe": 2}, {}, OptimizerSpec(scaler=ScalerSpec()), "optimizer.scaler: "),
         (

@@ -67,7 +67,7 @@ def test_parameters_refuse_what_their_state_does_not_allow() -> None:
         held = flat(comm).parameters
         with pytest.raises(IllegalTransition, match=r"parameters are sharded.* become whole"):
             held.wait()
-        with pytest.raises(IllegalTransition, match="a gather from chunks needs chunked ones"):
+        with pytest.raises(IllegalTransition, match="must be chunked for a gather from chunks"):
             held.gather(within=comm)
         with pytest.raises(IllegalTransition, match="valid next states: gathering"):
             held.enter(ParameterState.CHUNKED)

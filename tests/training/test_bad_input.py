@@ -57,8 +57,8 @@ NAMES: list[tuple[Callable[[], object], str]] = [
     (lambda: made().backend("mpi").run(1, ranks=2), "start the script by mpirun: mpirun -n 2"),
     (lambda: made().checkpoint(""), "checkpoint folder '': give the path"),
     (lambda: made().checkpoint(None), "checkpoint folder None: give the path"),  # type: ignore[arg-type]
-    (lambda: made().strategy("ddp", [4]), r"mesh = \[4\]: write ranks along each axis, e.g."),  # type: ignore[arg-type]
-    (lambda: made().strategy("ddp", {}), "mesh = {}: write ranks.*or leave it out"),
+    (lambda: made().strategy("ddp", [4]), r"mesh = \[4\]: write the number of ranks of each"),  # type: ignore[arg-type]
+    (lambda: made().strategy("ddp", {}), "mesh = {}: write the number of ranks.*or leave mesh out"),
     (lambda: made().strategy("ddp", {"dp": 2}), "mesh: unknown axis 'dp'; valid: context"),
     (lambda: made().strategy("fsdp", {"shard": 0}), "'shard' = 0 is not a number of ranks: give"),
     (
@@ -158,7 +158,7 @@ def test_data_that_is_too_short_or_read_by_all_threads() -> None:
     with pytest.raises(ValueError, match=r"ended after 3 of 9 steps: give a DataLoader or a list"):
         made(iter(batches(3))).run(9, ranks=1)
     with pytest.raises(
-        ValueError, match="data is one iterator, which 2 ranks that are threads would share"
+        ValueError, match="data is an iterator, and 2 ranks in one process cannot share it"
     ):
         made(iter(batches(3))).run(3, ranks=2)
     built = Training(model(), LOSS, iter(batches(3))).backend("gloo").optimizer("sgd", lr=0.1)
@@ -211,7 +211,7 @@ def test_what_wrap_refuses() -> None:
         return lambda world: shardproof.wrap(model(), "zero1", **how)
 
     for how, match in (
-        ({"mesh": 2}, "mesh = 2: write ranks along each axis"),
+        ({"mesh": 2}, "mesh = 2: write the number of ranks of each axis"),
         ({"mesh": {"tensor": 2}}, "no axis 'tensor' .*: write e.g. mesh="),
         (
             {"weight_decay": 0.1},
@@ -227,7 +227,7 @@ def test_what_wrap_refuses() -> None:
     def twice(world: World) -> None:
         own = model()
         first = shardproof.wrap(own, "fsdp")
-        with pytest.raises(ValueError, match="wrapped already: keep what wrap returned"):
+        with pytest.raises(ValueError, match="wrapped already: use the object that"):
             shardproof.wrap(own, "ddp")
         with pytest.raises(ValueError, match="clip = 'a': give a number"):
             first.clip("a")  # type: ignore[arg-type]
@@ -268,7 +268,7 @@ def test_layers_teach() -> None:
     raised("got token 11; valid: 0 to 9", look_up(11))
     raised("got token -1; valid: 0 to 9", look_up(-1))
     raised(r"new_group\(1\): give a list of ranks", lambda w: w.new_group(1))
-    raised("mesh = 2: write ranks", lambda w: w.new_mesh(2))
+    raised("mesh = 2: write the number of ranks", lambda w: w.new_mesh(2))
 
 
 class Sign(torch.optim.Optimizer):

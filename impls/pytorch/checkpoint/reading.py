@@ -237,8 +237,8 @@ class DcpCheckpoint(Checkpoint):
                 sizes = [(i.compress_type, i.file_size > len(data)) for i in found.infolist()]
                 if any(kind != zipfile.ZIP_STORED or large for kind, large in sizes):
                     raise zipfile.BadZipFile(
-                        "a member of the archive is compressed, or longer than the archive; torch "
-                        "writes no such archive"
+                        "a member of the archive is compressed, or longer than the archive, so "
+                        "torch did not write this archive"
                     )
                 wrong = found.testzip()
             if wrong is not None:

@@ -46,7 +46,7 @@ def _require_one_copy(source: Checkpoint) -> None:
                 f"the checkpoint has {len(copies)} different copies of {name!r}, one per rank, "
                 "but dcp stores one tensor per name"
             )
-            raise CheckpointError(source.folder, what, "convert the checkpoint to full or sharded")
+            raise CheckpointError(source.folder, what, "convert it to the format full or sharded")
 
 
 def write_dcp(source: Checkpoint, root: Path) -> Path:

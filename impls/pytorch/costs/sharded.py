@@ -143,8 +143,8 @@ class FSDP2(_Upstream):
         name = self.recomputed(name for name, _ in self.units)
         if name is not None and self.ranks > 1:
             raise model.NoCostModel(
-                f"no traffic formula for prefetch_forward with recomputation: unit {name!r} is "
-                "inside a recomputed block and prefetches other units in each run of the block"
+                f"no traffic formula for prefetch_forward with recomputation: unit {name!r} is in "
+                "a recomputed block, so it prefetches other units in forward and in backward"
             )
 
     def flows(self) -> list[Flow]:

@@ -71,9 +71,9 @@ def find_span(module: nn.Module) -> Any:
             spans[id(own)] = own
     if len(spans) != 1:
         raise Refused(
-            "axis 'context': all parts of the model must use the same object 'span', but the model "
-            f"has {len(spans)} of them (Build.__call__ in contract.py); give every part the same "
-            "one, or leave the axis 'context' out"
+            "axis 'context': all parts of the model must share one object 'span', but the model "
+            f"has {len(spans)} different objects 'span'; give every part the 'span' that "
+            "Build.__call__ gets (contract.py), or leave the axis 'context' out"
         )
     return next(iter(spans.values()))
 

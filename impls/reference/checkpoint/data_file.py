@@ -208,8 +208,8 @@ def _head(path: Path, tensors: Sequence[Held], identity: dict[str, str]) -> byte
             what = f"{held.kind} {held.name!r} has the dtype {dtype}, which the format cannot store"
             raise CheckpointError(path, what, f"use one of the dtypes {', '.join(map(str, NAMES))}")
         if held.key in header:
-            what = f"two tensors of this rank have the same name and place: {held.key!r}"
-            raise CheckpointError(path, what, "give each piece of a rank a different place")
+            what = f"two tensors of this rank have the same name and range: {held.key!r}"
+            raise CheckpointError(path, what, "give each saved piece its own range of elements")
         shape = list(held.place.own_shape)
         offsets = [at, at + held.bytes]
         header[held.key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": offsets}

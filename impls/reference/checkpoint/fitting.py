@@ -27,7 +27,7 @@ def _require_same_optimizer(system: Engine, checkpoint: Checkpoint) -> None:
             f"the checkpoint was saved with optimizer {saved.get('name')!r:.40}, but this "
             f"system trains with {own!r}"
         )
-        raise CheckpointError(checkpoint.folder, what, "train with the optimizer of the checkpoint")
+        raise CheckpointError(checkpoint.folder, what, "use the same optimizer as the saved run")
 
 
 def _require_same_mesh(system: Engine, checkpoint: Checkpoint) -> None:

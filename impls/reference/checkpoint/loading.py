@@ -209,7 +209,7 @@ class Loading:
             reads = self.checkpoint.plan(place_of(piece), name, piece.replica if own else 0)
         except ValueError as error:
             what = f"{NOUNS[kind]} {piece.name!r}: {error}"
-            raise self.sources.refusal(what, "build the model that was saved") from None
+            raise self.sources.refusal(what, "use the same model as the saved run") from None
         return Want(piece.tensor, name, reads)
 
     def whole(self, kind: str, name: str) -> Want:
@@ -258,7 +258,7 @@ class Loading:
             if (first := self.system.aliases.get(name)) is not None:
                 what += f"; this system ties {name!r} to {first!r}"
             raise self.sources.refusal(
-                what, "build the model that was saved, and train the same parameters"
+                what, "use the same model as the saved run, and train the same parameters"
             )
         return left_out
 

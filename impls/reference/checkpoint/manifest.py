@@ -267,7 +267,7 @@ def _entry(fields: Fields, file: str, first_sum: int) -> Entry:
     ends = fields.numbers("bytes")
     if len(ends) != 2 or ends[1] - ends[0] != place.elements * DTYPES[dtype].itemsize:
         raise fields.wrong(
-            "bytes", f"[begin, end] of {place.elements} elements of {dtype}, in bytes", ends
+            "bytes", f"the begin and end, in bytes, of {place.elements} {dtype} elements", ends
         )
     replica, owner = fields.number("replica"), fields.number("owner")
     names = (fields.text("key", 1200), kind, fields.text("name"))

@@ -141,9 +141,9 @@ class ContextParallel:
         if len(spans) != 1:
             raise Refused(
                 "strategy 'context' splits the positions of each sample, so all parts of the model "
-                f"must use the same object 'span', but the model has {len(spans)} of them "
-                "(Build.__call__ in contract.py); give every part the same one, or leave the axis "
-                "'context' out"
+                f"must share one object 'span', but the model has {len(spans)} different objects "
+                "'span'; give every part the 'span' that Build.__call__ gets (contract.py), or "
+                "leave the axis 'context' out"
             )
         return next(iter(spans.values()))
 

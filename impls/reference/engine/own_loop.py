@@ -100,9 +100,9 @@ class OwnLoop:
             return outputs
         if self.forwards == self.backwards:
             raise RuntimeError(
-                f"forward {self.forwards + 1} was called before step(), but wrap expects "
-                f"{self.backwards} per step: call step() after each backward, or pass "
-                f"accumulate={self.forwards + 1} to wrap; evaluate within torch.no_grad()"
+                f"forward ran {self.forwards + 1} times before step(), but wrap expects "
+                f"{self.backwards} forward passes per step: call step(), or pass accumulate="
+                f"{self.forwards + 1} to wrap; if this call evaluates, put it under no_grad()"
             )
         if not self.forwards:
             self.begin_step()
@@ -130,8 +130,8 @@ class OwnLoop:
         if self.forwards != self.backwards:
             raise RuntimeError(
                 f"step() was called after {self.forwards} forward and backward passes, but wrap "
-                f"expects {self.backwards}: make {self.backwards} passes on every "
-                f"rank, or pass accumulate={self.forwards} to wrap"
+                f"expects {self.backwards} passes: run {self.backwards} on every rank, or pass "
+                f"accumulate={self.forwards} to wrap"
             )
         if not self.backwards:  # a rank without data takes part as well
             self.begin_step()

@@ -134,21 +134,21 @@ def check(options: Options, mesh: Mesh) -> None:
         check_context(options, mesh)
     elif options.context is not None and "context" not in mesh.axes:
         raise Refused(
-            "option 'context' belongs to the axis that cuts positions, but this mesh has only "
+            "option 'context' needs the axis 'context', but this mesh has only the axes "
             f"{' and '.join(mesh.axes)}: add context: 1 to the mesh, or leave 'context' out"
         )
     if options.experts is not None:
         check_experts(options, mesh)
     if inner.compress is not None and is_cut and inner.reduction.each_round:
         raise Refused(
-            f"option 'data_options.compress' with 'data' = {data!r} in a pipeline: each "
-            "micro-batch is compressed by itself, in the order of the schedule, and the "
-            "reference run does not know this order; set data to ddp or zero1, or to fsdp "
-            "with accumulate_without_communication"
+            f"option 'data_options.compress' does not work with 'data' = {data!r} in a "
+            "pipeline: micro-batches are compressed in the order of the schedule, which the "
+            "reference run does not know; set data to ddp or zero1, or to fsdp with "
+            "accumulate_without_communication"
         )
     if data.startswith("zero") and mesh.size("replicate") > 1:
         raise Refused(
-            f"option 'data' = {data!r} shards over the axis 'shard' and has no replicas, "
+            f"option 'data' = {data!r} splits state over the axis 'shard' and has no replicas, "
             f"but this mesh has replicate = {mesh.size('replicate')}: set replicate: 1, or "
             "use data: fsdp with data_options.sharding_strategy HYBRID_SHARD"
         )
@@ -186,8 +186,8 @@ def check_context(options: Options, mesh: Mesh) -> None:
         )
     if data.startswith("zero") and "shard" not in mesh.axes:
         raise Refused(
-            f"option 'data' = {data!r} shards over shard x context, but this mesh has no axis "
-            "'shard': add shard: 1 to the mesh"
+            f"option 'data' = {data!r} splits state over the axes shard and context, but this "
+            "mesh has no axis 'shard': add shard: 1 to the mesh"
         )
 
 
@@ -203,8 +203,8 @@ def check_experts(options: Options, mesh: Mesh) -> None:
     across = mesh.size("context")
     if ranks % across and across % ranks:
         raise Refused(
-            f"option 'experts.ranks' = {ranks}: an expert group would span several shards, but not "
-            f"all {across} context ranks of each; use a divisor or a multiple of {across}"
+            f"option 'experts.ranks' = {ranks}: groups of {ranks} ranks do not align with the "
+            f"{across} ranks of the axis context; use a divisor or a multiple of {across}"
         )
     if options.sequence_parallel and mesh.size("tensor") > 1:
         raise Refused(

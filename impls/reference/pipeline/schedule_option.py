@@ -75,8 +75,8 @@ class ScheduleOption:
         if last >= len(place) or (not self.place and set(placed) != set(range(last + 1))):
             raise Refused(
                 f"option 'schedule.orders': the highest stage in the orders is {last}, but "
-                f"{'schedule.place lists' if self.place else 'they have forwards of'} "
-                f"{len(place)} stages; expected each of the stages 0 to {last}"
+                f"{'schedule.place lists' if self.place else 'the orders have forwards of'} "
+                f"{len(place)} stages; list each of the stages 0 to {last}"
             )
         if any(not 0 <= rank < len(orders) for rank in place):
             raise Refused(
@@ -129,12 +129,12 @@ class ScheduleOption:
         if own.ranks != ranks:
             raise Refused(
                 f"option 'schedule.orders' is for {own.ranks} ranks, but the axis 'pipe' has "
-                f"{ranks}: give an order for each rank of the axis"
+                f"{ranks} ranks: list one order for each rank"
             )
         if own.micro_batches != micro_batches:
             raise Refused(
-                f"option 'schedule.orders' is for {own.micro_batches} micro-batches, but a "
-                f"window has {micro_batches}: name every micro-batch of a window, from 0 to "
+                f"option 'schedule.orders' lists {own.micro_batches} micro-batches, but the "
+                f"schedule runs {micro_batches} at a time: list all of them, from 0 to "
                 f"{micro_batches - 1}"
             )
         return own

@@ -40,5 +40,5 @@ class Stateful(Generic[S]):
         """:class:`IllegalTransition` unless this is ``state``, which ``action`` needs."""
         if self.state is not state:
             raise IllegalTransition(
-                f"{self.what} are {self.state.value}, but {action} needs {state.value} ones"
+                f"{self.what} are {self.state.value}, but must be {state.value} for {action}"
             )

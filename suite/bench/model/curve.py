@@ -38,9 +38,7 @@ class Compute:
         :raises ValueError: no number of samples, or one below 1.
         """
         if not gradients or min(gradients) < 1:
-            raise ValueError(
-                f"a model of times needs 1 timed sample or more, not {dict(gradients)}"
-            )
+            raise ValueError(f"a time model needs at least 1 timed sample, not {dict(gradients)}")
         few, many = min(gradients), max(gradients)
         slope = gradients[many] / many
         if few < many:
@@ -68,7 +66,7 @@ def facts_at(facts: ModelFacts, axis: str, ranks: int, samples: int | None = Non
         raise NoCostModel(problem)
     if (stages := parts(axes, "layers")) > 1 and not all(stages_of(grown).units):
         raise NoCostModel(
-            f"{stages} stages need {stages} units, and the model has {len(facts.units)}"
+            f"{stages} stages need {stages} units, but the model has {len(facts.units)}"
         )
     return grown
 

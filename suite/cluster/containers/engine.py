@@ -107,7 +107,7 @@ class Output:
     def _require_going_on(self) -> None:
         state, name = self._engine.api.inspect_container(self._box.id)["State"], self._box.name
         if state["Paused"]:
-            raise NoCluster(f"container {name} was paused by others: run the command again")
+            raise NoCluster(f"another program paused container {name}: run the command again")
         if not state["Running"] and not self.ended.wait(_SILENT_SECONDS):
             raise NoCluster(f"container {name} has ended: run the command again")
 

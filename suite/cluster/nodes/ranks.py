@@ -105,7 +105,7 @@ class NodeRanks(ProcessHost):
         :raises NodeGone: an agent cannot.
         """
         if launch.world > self._nodes.places and not launch.backend.threads:
-            raise ValueError(f"{launch.world} ranks do not fit on {self._nodes.places} places")
+            raise ValueError(f"these nodes can run {self._nodes.places} ranks, not {launch.world}")
         self._orders = []
         self._fault = getattr(launch.disturbances, "fault", None)
         tasks = self._tasks(launch)

@@ -110,8 +110,8 @@ def runs_of(place: Place) -> Runs:
         stride *= shape[dim]
     if math.prod(stop - start for start, stop in slices[:dim]) > MOST_RUNS:
         raise TooFine(
-            f"{place} of a tensor of shape {list(shape)} consists of more than {MOST_RUNS} "
-            f"contiguous ranges, of {length} elements each, the most that can be read"
+            f"{place} of a tensor of shape {list(shape)} has more than {MOST_RUNS} contiguous "
+            f"ranges of {length} elements each, more than this reader accepts"
         )
     starts = numpy.array([base], numpy.int64)
     for outer in reversed(range(dim)):
@@ -142,7 +142,7 @@ def shared(first: Runs, second: Runs) -> Shared:
     counts = numpy.maximum(high - low, 0)
     total = int(counts.sum())
     if total > MOST_RUNS:
-        raise TooFine(f"two layouts have more than {MOST_RUNS} contiguous ranges in common")
+        raise TooFine(f"two pieces overlap in more than {MOST_RUNS} contiguous ranges, the limit")
     i = numpy.repeat(numpy.arange(len(a)), counts)
     before = numpy.repeat(numpy.cumsum(counts) - counts, counts)
     j = numpy.repeat(low, counts) + numpy.arange(total) - before
@@ -160,7 +160,7 @@ def hole_or_overlap(places: list[Place]) -> str:
         return ""
     found = [runs_of(place) for place in places]
     if sum(len(runs.starts) for runs in found) > 4 * MOST_RUNS:
-        raise TooFine(f"{len(places)} parts consist of more than {4 * MOST_RUNS} contiguous ranges")
+        raise TooFine(f"{len(places)} parts have over {4 * MOST_RUNS} contiguous ranges, the limit")
     starts = numpy.concatenate([runs.starts for runs in found])
     lengths = numpy.concatenate([numpy.full(len(r.starts), r.length) for r in found])
     order = numpy.argsort(starts, kind="stable")

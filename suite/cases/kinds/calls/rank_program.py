@@ -174,7 +174,7 @@ class _Caller:
         while self.store.add(key, 0) < count:
             looks += 1
             if looks % 20 == 0 and self.store.add(f"{self.case.id}/raised", 0):
-                raise RankEnded(f"fewer than {count} ranks reached {key!r}: another rank raised")
+                raise RankEnded(f"fewer than {count} ranks reached {key!r}: another rank failed")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"fewer than {count} ranks reached {key!r}")
             time.sleep(LATE / 4)
