@@ -249,6 +249,8 @@ def test_implementations_import_the_contract_only() -> None:
         # Records and costs of upstream systems lie beside adapters, whose import loads neither.
         allowed += ("strategies",) if path.stem == "strategies" else ()
         allowed += ("costs",) if is_of_costs(path) else ()
+        # A model that comes from a package is declared as a user's own, by the public name.
+        allowed += ("OwnWorkload",) if path.stem == "tiny_moe" else ()
         wrong += [
             f"{path.relative_to(ROOT)} imports {module}"
             for module in imported(path)
