@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -41,7 +41,8 @@ class TransformersTensor(TransformersFSDP):
 
     def parts(self, name: str, tensor: Tensor) -> list[Piece]:
         """One piece, or one of each factor where a tensor packs several (gates and inputs)."""
-        piece, placed = self.piece(name, tensor), getattr(tensor, "placements", (None,))[0]
+        piece = self.piece(name, tensor)
+        placed: Any = getattr(tensor, "placements", (None,))[0]
         if piece.slices is None or not hasattr(placed, "split_factor"):
             return [piece]
         ranks, dim = self.mesh.size("tensor"), placed.dim % tensor.dim()
