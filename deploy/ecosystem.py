@@ -193,15 +193,6 @@ def table(run: Path, known: dict[str, str]) -> list[str]:
     return lines
 
 
-def scenarios(lacking: dict[str, str]) -> list[str]:
-    """The files to run.  Models of transformers are tried before anything runs, and cannot be made
-    without it.
-    """
-    files = sorted((ROOT / "scenarios/ecosystem").glob("*.yaml"))
-    left_out = {"transformers"} if lacking["transformers"] else set()
-    return [str(file.relative_to(ROOT)) for file in files if file.stem not in left_out]
-
-
 def not_judged() -> list[str]:
     """The last lines of the table."""
     rows = sorted(NOT_JUDGED.items())
@@ -248,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lacking["picotron"] = link_picotron(options.picotron)
     own = ROOT / "results" / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-ecosystem"
     run = (options.results or own).expanduser().absolute()
-    command = [str(PYTHON), "-m", "shardproof", "run", *scenarios(lacking), "--tier", "full"]
+    command = [str(PYTHON), "-m", "shardproof", "run", "scenarios/ecosystem", "--tier", "full"]
     command += ["-j", str(options.jobs), "--results", str(run)]
     # Ctrl-C reaches it as well, and it ends what it started.
     code = subprocess.run(command, cwd=ROOT, check=False).returncode

@@ -593,11 +593,8 @@ class Meeting(Protocol):
         """
 
 
-_UNTRACED = nullcontext()
-
-
 def _untraced(action: Action) -> AbstractContextManager[Any]:
-    return _UNTRACED
+    return nullcontext()
 
 
 class Implementation(ABC):

@@ -100,9 +100,8 @@ class Options:
             raise Refused(f"option 'order' = {self.order!r}: use {names} or a list of workers")
         if self.momentum == "by_worker" and not self.max_staleness:
             raise Refused(
-                "option 'momentum' = 'by_worker' with max_staleness = 0: each update then sums "
-                "the gradients of all workers, so workers have no separate momentum; set "
-                "momentum to shared, or max_staleness to 1"
+                "option 'momentum' = 'by_worker' with max_staleness = 0: each update sums the "
+                "gradients of all workers; set momentum to shared, or max_staleness to 1"
             )
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
@@ -114,9 +113,8 @@ class Options:
         """The workers in order of arrival."""
         if self.dies and (workers < 2 or self.dies.worker >= workers):
             raise Refused(
-                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers, and at "
-                "least 1 other must remain; use at least 2 workers, and a dies.worker "
-                f"from 0 to {max(workers, 2) - 1}"
+                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers, and 1 "
+                f"must remain; use at least 2 workers, and a number from 0 to {max(workers, 2) - 1}"
             )
         if isinstance(self.order, str):
             return ORDERS[self.order](workers, self.max_staleness)
@@ -230,8 +228,7 @@ class ReferenceAsyncSGD(Implementation):
         if servers >= world:
             valid = f"valid: up to {world - 1}" if world > 1 else "use 2 ranks or more"
             raise Refused(
-                f"option 'servers' = {servers}: no rank remains as a worker at world size {world}; "
-                f"{valid}"
+                f"option 'servers' = {servers}: no rank of {world} remains as a worker; {valid}"
             )
         return "server" if rank < servers else "worker"
 
@@ -245,10 +242,7 @@ class ReferenceAsyncSGD(Implementation):
     ) -> None:
         """Start all ranks from rank 0's values; servers take the parameters that they own."""
         if optimizer.scaler is not None:
-            raise Refused(
-                "optimizer.scaler: a loss scaler skips a step on all ranks together, but these "
-                "workers update independently; leave the scaler out"
-            )
+            raise Refused("optimizer.scaler: these workers skip no step together; remove the key")
         self.build, self.comm = build, mesh.comm("replicate")
         self.options = parse_options(Options, options)
         self.module = build(mesh.device)

@@ -22,7 +22,7 @@ from shardproof.launch.informant import NoAnswer, Raised
 from shardproof.launch.nodes import Nodes
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.launch.workspace import Workspace
-from shardproof.registry.declaration import BrokenContract, Declaration
+from shardproof.registry.declaration import BrokenContract, Declaration, missing_package
 from shardproof.workloads.own import FOUND
 from shardproof.workloads.wall import standing
 
@@ -178,7 +178,9 @@ def try_workload(case: Case) -> tuple[str, list[str]]:
             workload = workloads.make(case.workload, case.dtype, case.lane)
             found = list(workload.found.traits)
     except workloads.WorkloadError as error:
-        return str(error), []
+        system = Declaration.of(registry.load(case.implementation), case.options)
+        # Cases of a system whose package is missing here are skipped; its models may need it, too.
+        return "" if missing_package(system.packages) else str(error), []
     lacking = [trait for trait in case.workload.traits if trait in FOUND and trait not in found]
     if lacking:
         return f"{case.workload.name}: the model has no {lacking[0]!r}, only {found or 'none'}", []

@@ -160,7 +160,7 @@ class Invocation(_Part):
 
     @property
     def nodes(self) -> list[JsonValue]:
-        """What is told of each node; empty: there were none."""
+        """Facts of each node; empty: there were none."""
         nodes = (self.cluster or {}).get("nodes")
         return nodes if isinstance(nodes, list) else []
 

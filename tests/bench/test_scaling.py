@@ -23,6 +23,7 @@ from commands import here, started
 from shardproof.bench import compared, session, stats
 from shardproof.bench.command import time_budget
 from shardproof.bench.evidence import load_times, write_times
+from shardproof.bench.leader_tasks import Answer
 from shardproof.bench.lines import CellLine, Interval, MeasuredCell
 from shardproof.bench.scaling import judge, matrix, tables
 from shardproof.bench.session import cell_launch
@@ -31,7 +32,7 @@ from shardproof.bench.subjects import CELL_BLOCKS, ORDER, PLAIN, SCALING, Cell, 
 from shardproof.commands.verify import verify
 from shardproof.compare.snapshot import Version
 from shardproof.errors import InputError, SelectionError
-from shardproof.registry.declaration import Answer, Declaration
+from shardproof.registry.declaration import Declaration
 from shardproof.runs.run_folder import RunFolder, read
 from shardproof.scenarios import load
 

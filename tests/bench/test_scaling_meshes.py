@@ -11,6 +11,7 @@ import pytest
 from commands import here
 
 from shardproof.bench import session
+from shardproof.bench.leader_tasks import Answer
 from shardproof.bench.lines import CellProbes, MeasuredCell
 from shardproof.bench.model.alpha_beta import Fit, Machine
 from shardproof.bench.scaling import matrix, modelled
@@ -19,7 +20,7 @@ from shardproof.bench.sides import files
 from shardproof.bench.subjects import Cell
 from shardproof.commands.verify import verify
 from shardproof.errors import InputError
-from shardproof.registry.declaration import Answer, Declaration
+from shardproof.registry.declaration import Declaration
 from shardproof.runs.run_folder import read
 
 pytestmark = pytest.mark.usefixtures("brief_sessions")

@@ -65,14 +65,6 @@ def test_picotron_needs_a_checkout(
     assert not link.exists()
 
 
-def test_only_a_model_of_a_missing_package_is_left_out(command: ModuleType) -> None:
-    every = command.scenarios(dict.fromkeys(command.EXTRAS, ""))
-    assert len(every) == len([*(ROOT / "scenarios/ecosystem").glob("*.yaml")])
-    rest = command.scenarios(dict.fromkeys(command.EXTRAS, "not found"))
-    assert {*every} - {*rest} == {"scenarios/ecosystem/transformers.yaml"}
-    assert "tiny_moe" in (ROOT / "scenarios/ecosystem/transformers.yaml").read_text()
-
-
 def test_what_is_not_judged_is_a_row_of_the_table(command: ModuleType) -> None:
     rows = command.not_judged()
     assert len(rows) == len(command.NOT_JUDGED) and all("| skip: " in row for row in rows)

@@ -60,7 +60,7 @@ def test_an_empty_shard_is_fine() -> None:
         ({0: [rows(0, 2)], 1: [piece(FULL[2:], slices=[[2, 5], [0, 3]])]}, "rank 1 reports ["),
         (
             {0: [piece(FULL[:2], slices=[[0, 4], [0, 3]])]},
-            "rank 0: piece [0:4, 0:3] has shape",
+            "rank 0: piece [0:4, 0:3] must have shape",
         ),
         (
             {0: [rows(0, 4)], 1: [piece(FULL, global_shape=[3, 4])]},

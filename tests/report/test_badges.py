@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_badge_is_labelled_and_loads_nothing() -> None:
     cell = CapabilityCell("reference/zero3", "gloo", "memory")
-    cell._add(line(), "pass")
+    cell.add(line(), "pass")
     svg = of_cell(cell)
     top = ElementTree.fromstring(svg)
     about = "reference/zero3 on gloo, memory: 1 pass; ranks: 2"

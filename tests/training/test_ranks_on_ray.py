@@ -82,9 +82,9 @@ def test_errors_of_a_rank_are_raised_here(ray: Any) -> None:
 
 
 def test_errors_teach(ray: Any) -> None:
-    with pytest.raises(ValueError, match=r"room for 9 ranks.*take fewer ranks"):
+    with pytest.raises(ValueError, match=r"each of the 9 ranks needs.*take fewer ranks"):
         training().run(1, ranks=9, on="ray")
-    with pytest.raises(ValueError, match=r"address of a Ray cluster \(slurm\) - give ray"):
+    with pytest.raises(ValueError, match=r"address of a Ray cluster \(slurm\)"):
         training().run(1, ranks=2, on="slurm")
     with pytest.raises(ValueError, match=r"this backend does not run on Ray \(in_memory\)"):
         training().backend("in_memory").run(1, ranks=2, on="ray")
