@@ -324,18 +324,19 @@ def write(
     print(f"about {cost:,.0f} CPU seconds")
 
 
-def arrays(draw: int) -> None:
+def arrays(draw: int, more: str, most: int) -> None:
     """Write the cases for triples of conditions, and print the covered share before and after."""
-    cases = [case for case in standing(ARRAYS) if pairs.counts(case)]
+    cases = [case for case in standing(*() if more else (ARRAYS,)) if pairs.counts(case)]
     others = [(g, c) for g, c in (*drawn(draw), *varied(cases, draw)) if c.world > 1]
     candidates = [Candidate(g, c, conditions.triples(c), estimate(c)) for g, c in others]
     print(conditions.sentence(cases), flush=True)
     met = set[Item]().union(*map(conditions.triples, cases))
     wanted = set[Item]().union(*(one.items for one in candidates)) - met
-    chosen = passing(candidates, wanted, MOST_ARRAYS)
+    chosen = passing(candidates, wanted, most)
     new = set[Item]().union(*(own for _, own in chosen))
-    quick = [one for one, _ in choose([one for one, _ in chosen], new, QUICK_SECONDS)]
-    write(ARRAYS, "triples of conditions", chosen, quick=quick)
+    sampled = [] if more else choose([one for one, _ in chosen], new, QUICK_SECONDS)
+    quick = [one for one, _ in sampled]
+    write(ARRAYS, "triples of conditions", chosen, more, quick)
     print(conditions.sentence([*cases, *(one.case for one, _ in chosen)]))
 
 
@@ -347,11 +348,11 @@ def main() -> None:
     parser.add_argument(
         "--more", metavar="NAME", help="files of this name in addition to the present ones"
     )
-    parser.add_argument("--most", type=int, help="triples: cases at most")
+    parser.add_argument("--most", type=int, help="triples, arrays: cases at most")
     parser.add_argument("--arrays", action="store_true", help="cases for three conditions")
     given = parser.parse_args()
     if given.arrays:
-        arrays(given.draw)
+        arrays(given.draw, given.more or "", given.most or MOST_ARRAYS)
         return
     cases = standing(*() if given.more else (TRIPLES,) if given.triples else (FOLDER, TRIPLES))
     others = [*drawn(given.draw), *varied(cases, given.draw)]
