@@ -233,9 +233,9 @@ class PyTorchFSDP1(Adapter):
         for name, part in module.named_modules():
             if isinstance(part, _BatchNorm):
                 raise Refused(
-                    f"option 'precision': FSDP1 makes {name!r} ({type(part).__name__}) a unit "
-                    "of its own without mixed precision; leave 'precision' out or use another "
-                    "norm"
+                    f"option 'precision': FSDP1 wraps {name!r} ({type(part).__name__}) as a "
+                    "unit of its own, which ignores mixed precision; leave 'precision' out, or use "
+                    "another kind of norm layer"
                 )
 
     def scaled_over(self) -> ProcessGroup | None:

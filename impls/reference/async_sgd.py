@@ -113,8 +113,9 @@ class Options:
         """The workers in order of arrival."""
         if self.dies and (workers < 2 or self.dies.worker >= workers):
             raise Refused(
-                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers, and 1 "
-                f"must remain; use at least 2 workers, and a number from 0 to {max(workers, 2) - 1}"
+                f"option 'dies.worker' = {self.dies.worker} with {workers} workers: the worker "
+                "must exist, and another one must remain; use at least 2 workers, and give the "
+                f"index of a worker, from 0 to {max(workers, 2) - 1}"
             )
         if isinstance(self.order, str):
             return ORDERS[self.order](workers, self.max_staleness)

@@ -248,7 +248,7 @@ def _day(text: str | None) -> datetime.date:
     try:
         return datetime.date.fromisoformat(text)
     except ValueError:
-        raise SelectionError(Problem("--on is not a date", "write YYYY-MM-DD", text)) from None
+        raise SelectionError(Problem("--on needs a date", "write YYYY-MM-DD", text)) from None
 
 
 def _tell(gated: Gate, outputs: Outputs) -> None:

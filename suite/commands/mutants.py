@@ -25,10 +25,10 @@ class HowPlanted(options.Output):
         None, "--impl", metavar="P", help="glob on faults or their parents"
     )
     tier: options.TierName = option(
-        "full", "--tier", help="full: exit code 3 if --budget leaves out faults; quick: exit code 0"
+        "full", "--tier", help="if --budget leaves out faults: exit code 3 (full) or 0 (quick)"
     )
     depth: Literal["family"] | None = option(
-        None, "--depth", help="judge bytes by general bounds; any check that fails catches a fault"
+        None, "--depth", help="judge bytes by general bounds; a fault is caught if any check fails"
     )
     campaign: int | None = option(
         None,
@@ -48,10 +48,10 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     """Plant every fault: its check must fail, and without the fault the same case must pass.
 
     A fault is a changed copy of one implementation, the parent of the fault. A fault survives if
-    the check that must catch it does not fail. If a fault survives, the exit code is 1. Prints a
-    line for each system with faults, and every fault that survives. With -v, prints which
-    check catches which fault. With --tier quick, the check `memory` runs only for faults that need
-    it.
+    the check that must catch it does not fail (with --depth family: if no check fails). If a fault
+    survives, the exit code is 1. Prints a line for each system with faults, and every fault that
+    survives. With -v, prints which check catches which fault. With --tier full, the check `memory`
+    runs for every fault; with --tier quick, it runs only for faults that need it.
 
     With --campaign N, each fault is planted in up to N random cases of its parent, in the order of
     `run --campaign`. A fault is caught if a check fails with the fault and passes without it. The

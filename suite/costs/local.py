@@ -159,7 +159,7 @@ class ParameterServer(Single):
             others = range(1, self.workers)
             return [(0, step), *((w, step - bound + n) for w in others for n in range(bound + 1))]
         raise NoCostModel(
-            f"no traffic formula for order = {order!r}: its updates have no fixed order"
+            f"no traffic formula for order = {order!r}: updates arrive in no fixed pattern"
         )
 
     def flows(self) -> list[Flow]:

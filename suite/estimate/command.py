@@ -115,7 +115,7 @@ def estimate(
     shardproof estimate llama3-70b --impl reference/zero3 --gpus 64 --accounting M18
     shardproof estimate 13b --impl hybrid --mesh tensor=4,pipe=2 --gpus 64 --micro-batches 8
     shardproof estimate 7b --impl fsdp --gpus 8 --recompute 1 --option offload=parameters
-    shardproof estimate 7.5b --gpus 64     only parameters, gradients and optimizer state
+    shardproof estimate 7.5b --gpus 64     a count instead of a model: without activations
     shardproof estimate --models
 
     In `shardproof run`, the checks `memory` and `traffic` compare measured bytes with the same

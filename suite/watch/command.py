@@ -57,10 +57,10 @@ class Watched:
         typer.Option(
             "--replicas",
             metavar="SETS",
-            help="which ranks hold the same parameters: all; a number R (each block of R "
-            "consecutive ranks is a set); sets such as 0,2/1,3; or the mesh, such as "
-            "replicate=2,tensor=2 (ranks that differ only along replicate are a set); default: "
-            "read from the script's wrappers and meshes, else all",
+            help="sets of ranks that hold the same parameters: all; a number R (each R consecutive "
+            "ranks are a set); the sets, such as 0,2/1,3; or the mesh, such as "
+            "replicate=2,tensor=2 (ranks that differ only along replicate are a set) [default: "
+            "read from the script's wrappers and meshes, else all]",
         ),
     ] = ""
     every: Annotated[
@@ -78,9 +78,9 @@ class Watched:
             "--standstill",
             metavar="S",
             min=1,
-            help="stop all ranks after S seconds in which none computes, and none enters or leaves "
-            "a collective; if all ranks wait for one another, in collectives or in backward(), "
-            "they are stopped after at most 10 seconds",
+            help="stop all ranks after S seconds without progress (no rank computes, enters or "
+            "leaves a collective), or after 10 seconds if S is greater and every rank waits for "
+            "another one, in collectives or in backward()",
         ),
     ] = 60.0
     results: Annotated[
@@ -164,8 +164,8 @@ def watch(
     Exit codes: 0 all compared values are equal
                 1 a fault, a crash or a hang
                 2 bad input
-                3 nothing was compared, or the last steps of an optimizer were
-                  not compared
+                3 nothing was compared, or an optimizer made its last steps
+                  without a comparison after them
               130 Ctrl-C
     """
     raise typer.Exit(_judged(how.judge, script) if how.judge is not None else _run(script, how))

@@ -169,7 +169,7 @@ class WorkloadFamily(ABC):
         """``sum(weight * cross entropy)``, computed in the dtype of the weights."""
         form = self.cross_entropy(params)
         if form is None:
-            raise NotImplementedError(f"{self.name} has neither a cross-entropy nor another loss")
+            raise NotImplementedError(f"{self.name} has no loss: define cross_entropy() or loss()")
         classes = outputs.shape[-1]
         logits = outputs.reshape(-1, classes).to(micro.weights.dtype)
         losses = F.cross_entropy(

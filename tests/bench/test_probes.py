@@ -128,7 +128,7 @@ def test_flops_of_a_gpt_by_hand() -> None:
 
 
 def test_a_step_is_watched_with_ledgers_on_only() -> None:
-    with pytest.raises(RuntimeError, match="step calls are not recorded"):
+    with pytest.raises(RuntimeError, match="calls of a step are not recorded"):
         watched(run_of("reference/ddp", "replicate", 2), ledgers=False)
 
 

@@ -147,7 +147,7 @@ def test_what_the_mesh_does_not_allow_is_refused_on_every_rank(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        (FSDP1, "FSDP1 makes 'blocks.0.norm'"),
+        (FSDP1, "FSDP1 wraps 'blocks.0.norm'"),
         (FSDP2, "torch refuses; leave precision.parameters out, because fully_shard"),
     ],
 )

@@ -232,9 +232,9 @@ class Call:
         if again != self.saved:
             # Not refused: it may be a fault of this file's.
             raise RuntimeError(
-                f"recomputing {names} saved {len(again)} tensors, but its forward saved "
-                f"{len(self.saved)}, or their shapes differ: the forward must depend only on its "
-                "input, generators and buffers; otherwise set recompute_every to 0"
+                f"the forward of {names} saved {len(self.saved)} tensors, and its recomputation "
+                f"saved {len(again)} (or other shapes or dtypes): the forward must depend only on "
+                "its input, generators and buffers; if it needs more, set recompute_every to 0"
             )
 
     @contextmanager

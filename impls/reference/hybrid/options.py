@@ -197,8 +197,8 @@ def check_experts(options: Options, mesh: Mesh) -> None:
     ranks, along = options.experts.ranks, experts.folded(mesh)
     if mesh.size(*along) % ranks or not summing(mesh.axes):
         raise Refused(
-            f"option 'experts.ranks' = {ranks}: expert groups divide the ranks of the axes shard "
-            f"and context, but this mesh has {mesh.size(*along)}; use a divisor of this number"
+            f"option 'experts.ranks' = {ranks}: use a divisor of the number of ranks on the axes "
+            f"shard and context, which is {mesh.size(*along)} in this mesh"
         )
     across = mesh.size("context")
     if ranks % across and across % ranks:
@@ -208,8 +208,8 @@ def check_experts(options: Options, mesh: Mesh) -> None:
         )
     if options.sequence_parallel and mesh.size("tensor") > 1:
         raise Refused(
-            "option 'experts' with 'sequence_parallel': each tensor rank would route different "
-            "positions; set sequence_parallel to false"
+            "option 'experts' with 'sequence_parallel': each rank of the axis tensor would "
+            "route different positions; set sequence_parallel to false"
         )
     if options.chosen.splits:
         raise Refused(

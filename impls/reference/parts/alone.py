@@ -43,7 +43,7 @@ class Meets(Saved):
         if self.checkpoint.format not in KEPT_APART:
             raise Refused(
                 f"option 'checkpoint.format' = {self.checkpoint.format!r}: this format holds "
-                "one copy of the state, but ranks that train alone hold different states; "
+                "one copy of the state, but each rank has its own between synchronizations; "
                 f"valid: {', '.join(KEPT_APART)}"
             )
 

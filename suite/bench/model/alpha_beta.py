@@ -194,7 +194,7 @@ def fit(
         raise ValueError(f"{operation}: a cost model needs positive times, not {dict(times)}")
     steps, volume = map(float, cost(operation, algorithm, ranks))
     if not steps:
-        raise ValueError(f"{operation} in a group of {ranks} sends nothing: no cost model fits")
+        raise ValueError(f"no cost model for {operation} in a group of {ranks}: it sends nothing")
     # Each row: steps/t * alpha + volume*n/t * beta = 1.
     rows = [(steps / t, volume * n / t) for n, t in sorted(times.items())]
     alpha, beta = least_squares(rows)

@@ -61,7 +61,7 @@ def watch(run: subjects.SideRun, rank: int) -> subjects.WatchedStep:
     """
     log, ledger = program_order.current(), traffic.current()
     if log is None or ledger is None:
-        raise RuntimeError("step calls are not recorded: pass RankLaunch(..., ledgers=True)")
+        raise RuntimeError("calls of a step are not recorded: pass RankLaunch(..., ledgers=True)")
     arm = Arm(run, rank).set_up()
     begin = 0
     for step in range(BEFORE + 1):

@@ -314,7 +314,7 @@ def find(path: Path) -> Path:
         return folder
     if torn or (path / PART).exists() or any(path.glob("*" + DATA)):
         what = f"this folder has no {MANIFEST}: the save was cut short, so there is no checkpoint"
-        raise NotCommitted(path, what, "load a checkpoint that was committed before, or save again")
+        raise NotCommitted(path, what, "load an earlier, complete checkpoint, or save this again")
     raise NotCommitted(path, "this folder holds no checkpoint", "name a folder with checkpoints")
 
 

@@ -111,7 +111,7 @@ def runs_of(place: Place) -> Runs:
     if math.prod(stop - start for start, stop in slices[:dim]) > MOST_RUNS:
         raise TooFine(
             f"{place} of a tensor of shape {list(shape)} has more than {MOST_RUNS} contiguous "
-            f"ranges of {length} elements each, more than this reader accepts"
+            f"ranges (of {length} elements each), the limit of this reader"
         )
     starts = numpy.array([base], numpy.int64)
     for outer in reversed(range(dim)):
