@@ -229,7 +229,8 @@ def test_the_committed_table_has_every_system_and_its_expectation(command: Modul
     expected = Counter(
         (c.system, f"fail: {' ... '.join(c.xfail_says)}" if c.xfail else "pass") for c in cases
     )
-    told = {(row[0], row[3]): row[4] for row in rows}
+    told = {(row[0], row[3]): row[4] for row in rows if row[0] not in command.NOT_JUDGED}
+    assert len(rows) == len(told) + len(command.NOT_JUDGED)
     assert told.keys() == expected.keys(), "make it again: its command stands above the table"
     for key, verdicts in told.items():
         known = ("fail, as expected",) if key[1] != "pass" else GREEN
