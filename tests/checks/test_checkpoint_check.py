@@ -29,6 +29,7 @@ from shardproof.commands.verify import verify
 from shardproof.contract import OptimizerSpec, ScalerSpec
 from shardproof.evidence.assembled import Assembled
 from shardproof.evidence.records import ComparisonRow
+from shardproof.registry.declaration import Declaration
 from shardproof.runs.run_folder import RunFolder
 from shardproof.scenarios.load import SHIPPED, find, load_text
 from shardproof.scenarios.matrix import expand, substitute
@@ -550,3 +551,23 @@ def test_the_suite_saves_by_every_strategy_and_format_into_every_kind_of_world()
         own = [c for c in quick if c.implementation == f"reference/{strategy}"]
         assert any(checkpoint.is_same(c, checkpoint.who_loads(c)) for c in own), strategy
         assert any(checkpoint.who_loads(c).world != c.world for c in own), strategy
+
+
+@pytest.mark.parametrize(
+    ("traits", "plan", "is_judged"),
+    [
+        (("variable_lengths",), "same", True),
+        (("variable_lengths",), "smaller", False),
+        ((), "smaller", True),
+    ],
+)
+def test_counts_of_padding_are_compared_on_one_mesh_only(
+    traits: tuple[str, ...], plan: str, is_judged: bool
+) -> None:
+    [file] = find(["checkpoint-expert"])
+    one = next(c for c in expand(file, installed()) if f"[{plan}]" in c.id and "+full" in c.id)
+    one = dataclasses.replace(one, workload=dataclasses.replace(one.workload, traits=traits))
+    declared = Declaration.of(registry.load(one.implementation), one.options)
+    evidence: Any = SimpleNamespace(case=one, declaration=declared)
+    why = checkpoint._not_defined(evidence)
+    assert why == ("" if is_judged else "state counts padding, which depends on the mesh")
