@@ -76,7 +76,7 @@ class CutPositions(ddp.PyTorchDDP):
 
     def prepare(self, module: nn.Module) -> None:
         """Replace the attention of ``module``, before units are wrapped."""
-        self.positions = Positions(module, self.build.roles, self.attend)
+        self.positions = Positions(module, self.build.roles, self.attend, self.mesh.size("context"))
 
     def loss(self, call: Callable[..., Any], micro: MicroBatch) -> Tensor:
         """The loss of this rank's positions of one micro-batch."""

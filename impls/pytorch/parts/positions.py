@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardproof.contract import MicroBatch, Refused, Role
+from shardproof.impls.reference.context.span import find_span
 
 #: The attention of a module of the role ``core``, over its queries, keys and values.
 Attention = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
@@ -34,8 +35,10 @@ DECLINES: Mapping[str, str] = {
 class Positions:
     """The positions of this rank, in the model and in its targets."""
 
-    def __init__(self, module: nn.Module, roles: Mapping[str, Role], attention: Attention) -> None:
-        self.span: Any = find_span(module)
+    def __init__(
+        self, module: nn.Module, roles: Mapping[str, Role], attention: Attention, ranks: int
+    ) -> None:
+        self.span: Any = find_span(module, ranks)
         self.cores = [module.get_submodule(n) for n, role in roles.items() if role == "core"]
         for core in self.cores:
             core.forward = partial(attention, core)
@@ -53,29 +56,6 @@ class Positions:
         self.span.rows = None
         while self.cores:
             del self.cores.pop().forward
-
-
-def find_span(module: nn.Module) -> Any:
-    """The object that the parts of ``module`` share to know their positions.
-
-    :raises Refused: there is none, or a part needs all positions.
-    """
-    spans = {}
-    for name, part in module.named_modules():
-        if getattr(part, "whole_sequence", False):
-            raise Refused(
-                f"axis 'context': {name!r} needs all positions of a sample, but a rank has only "
-                "some of them; leave the axis 'context' out"
-            )
-        if (own := getattr(part, "span", None)) is not None:
-            spans[id(own)] = own
-    if len(spans) != 1:
-        raise Refused(
-            "axis 'context': all parts of the model must share one object 'span', but the model "
-            f"has {len(spans)} different objects 'span'; give every part the 'span' that "
-            "Build.__call__ gets (contract.py), or leave the axis 'context' out"
-        )
-    return next(iter(spans.values()))
 
 
 def check_length(micro: MicroBatch, parts: int, why: str) -> int:

@@ -55,12 +55,13 @@ from torch.nn import functional as F
 
 from shardproof.axes import summing
 from shardproof.comm import Comm, Mesh
-from shardproof.contract import Capabilities, MicroBatch, Refused, Role
+from shardproof.contract import Capabilities, MicroBatch, Role
 from shardproof.impls.reference import ddp
 from shardproof.impls.reference.context.choices import WholeChoices
 from shardproof.impls.reference.context.cuts import CutName, positions
 from shardproof.impls.reference.context.exchanges import Gathered, Heads
 from shardproof.impls.reference.context.ring import Ring
+from shardproof.impls.reference.context.span import find_span
 from shardproof.impls.reference.engine.choices import FORMATS, Saved, declared
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Handle
@@ -131,21 +132,7 @@ class ContextParallel:
 
         :raises Refused: there is none, or a part needs all positions.
         """
-        for name, part in module.named_modules():
-            if getattr(part, "whole_sequence", False) and self.comm.size > 1:
-                raise Refused(
-                    f"mesh axis 'context' = {self.comm.size}: {name!r} needs all positions, but a "
-                    "rank has only some of them; set context to 1"
-                )
-        spans = {id(own): own for m in module.modules() if (own := getattr(m, "span", None))}
-        if len(spans) != 1:
-            raise Refused(
-                "strategy 'context' splits the positions of each sample, so all parts of the model "
-                f"must share one object 'span', but the model has {len(spans)} different objects "
-                "'span'; give every part the 'span' that Build.__call__ gets (contract.py), or "
-                "leave the axis 'context' out"
-            )
-        return next(iter(spans.values()))
+        return find_span(module, self.comm.size)
 
     def attend(self, core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The attention of ``core`` in place of its forward."""

@@ -23,7 +23,7 @@ CutName = Literal["contiguous", "zigzag", "striped"]
 def positions(length: int, ranks: int, rank: int, cut: CutName) -> Tensor:
     """The positions of ``rank``, ascending."""
     if cut == "striped":
-        # Of its own, not a slice: that would keep all positions in memory.
+        # A new tensor: a slice would keep all positions in memory.
         return torch.arange(min(rank, length), length, ranks)
     if cut == "contiguous":
         return _chunk(length, ranks, rank)

@@ -1,0 +1,33 @@
+"""The object by which the parts of a model know their positions, for whoever cuts samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardproof.contract import Refused
+
+
+def find_span(module: nn.Module, ranks: int) -> Any:
+    """The object ``span`` that the parts of ``module`` share; ``ranks`` divide the positions.
+
+    :raises Refused: there is none, or a part needs all positions.
+    """
+    spans = {}
+    for name, part in module.named_modules():
+        if getattr(part, "whole_sequence", False) and ranks > 1:
+            raise Refused(
+                f"mesh axis 'context' = {ranks}: {name!r} needs all positions, but a rank has only "
+                "some of them; set context to 1"
+            )
+        if (own := getattr(part, "span", None)) is not None:
+            spans[id(own)] = own
+    if len(spans) != 1:
+        raise Refused(
+            "axis 'context' splits the positions of each sample, so all parts of the model must "
+            f"share one object 'span', but the model has {len(spans)} different objects 'span'; "
+            "give every part the 'span' that Build.__call__ gets (contract.py), or leave the axis "
+            "'context' out"
+        )
+    return next(iter(spans.values()))
