@@ -59,7 +59,7 @@ class Gate(nn.Module):
 
 
 class OneExpert(nn.Module):
-    """Expert ``number`` of the ``count`` in this rank's stack, as a layer of its own."""
+    """Expert ``number`` of the ``count`` in this rank's stack, as a separate layer."""
 
     def __init__(self, experts: Any, number: int, count: int) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ class TransformersFSDP(Adapter):
 
         if not isinstance(model, PreTrainedModel):
             raise Refused(
-                "transformers can distribute only models of its own; use the workload "
+                "transformers can distribute only its PreTrainedModel; use the workload "
                 "shardproof.impls.ecosystem.tiny_moe:tiny_moe"
             )
         with self.mesh.environment():

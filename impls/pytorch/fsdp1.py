@@ -234,7 +234,7 @@ class PyTorchFSDP1(Adapter):
             if isinstance(part, _BatchNorm):
                 raise Refused(
                     f"option 'precision': FSDP1 wraps {name!r} ({type(part).__name__}) as a "
-                    "unit of its own, which ignores mixed precision; leave 'precision' out, or use "
+                    "separate unit, which ignores mixed precision; leave 'precision' out, or use "
                     "another kind of norm layer"
                 )
 

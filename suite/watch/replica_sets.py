@@ -7,6 +7,7 @@ import math
 
 from shardproof import axes
 from shardproof.errors import Problem, SelectionError
+from shardproof.table import grouped
 
 
 def parse(text: str, world: int) -> tuple[tuple[int, ...], ...]:
@@ -56,10 +57,10 @@ def _by_axis(text: str, world: int) -> tuple[tuple[int, ...], ...]:
         raise ValueError(f"the mesh has {math.prod(mesh.values())} ranks, but the job has {world}")
     copies = axes.replicated(mesh, axes.EXPERT)
     #     shard 2 x context 2 x tensor 2: ranks count along the last axis first
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(itertools.product(*map(range, mesh.values()))):
-        at = tuple(n for name, n in zip(mesh, place, strict=True) if name not in copies)
-        found.setdefault(at, []).append(rank)
+    found = grouped(
+        (tuple(n for name, n in zip(mesh, place, strict=True) if name not in copies), rank)
+        for rank, place in enumerate(itertools.product(*map(range, mesh.values())))
+    )
     return tuple(map(tuple, found.values()))
 
 

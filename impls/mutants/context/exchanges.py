@@ -211,7 +211,7 @@ class SendsBlocksTwice(Ring):
 
 @mutant(
     "context_gather_keeps_its_own_gradient",
-    says="have the terms of its own queries only",
+    says="have only the terms of that rank's queries",
     killed_by=("equivalence", "traffic"),
     options=GATHERED,
 )

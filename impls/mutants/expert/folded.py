@@ -192,7 +192,7 @@ class CapacityOfOwnPositions(WholeChoices):
     says=r"blocks\.0\.mlp\.load",
 )
 class LoadOfOwnPositions(WholeChoices):
-    """Each context rank counts the choices of its own positions only."""
+    """Each context rank counts only the choices of its positions."""
 
     def count(self, routing: Any) -> None:
         self.count_of(routing)

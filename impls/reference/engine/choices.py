@@ -283,8 +283,8 @@ def lossy(exact: Capabilities, options: Any) -> Capabilities:
     if getattr(options, "sharding_strategy", "") == "HYBRID_SHARD":
         raise Refused(
             "option 'compress' with sharding_strategy 'HYBRID_SHARD': gradients are summed in "
-            "two stages, over shards and then over replicas, but 'compress' supports only one "
-            "stage; use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD"
+            "two stages, over shards and then over replicas, which 'compress' does not support; "
+            "use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD"
         )
     emulates: Literal["step", "round"] = "round" if options.reduction.each_round else "step"
     exactness: Literal["bitwise", "lossy"] = (

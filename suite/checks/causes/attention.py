@@ -93,7 +93,7 @@ def of_gradients(
 ) -> Iterator[tuple[str, Change]]:
     """Changes that make other gradients, and what they mean."""
     of = f"keys and values of a rank of the axis {axis!r}"
-    own = f"gradients of {of} have the terms of its own queries only"
+    own = f"gradients of {of} have only the terms of that rank's queries"
     yield own, Attention(held, share=lambda rank, source, ranks: float(rank == source))
     mean = f"gradients of {of} are averaged over ranks, not summed"
     yield mean, Attention(held, share=lambda rank, source, ranks: 1 / ranks)

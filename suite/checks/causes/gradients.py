@@ -252,12 +252,8 @@ class _Sums:
 
         made = positions.gradients(self.evidence, self.step)
         sums = ((left_fold([left_fold(own) for own in each if own]), said) for each, said in made)
-        tries, held, want = (
-            ((flat(own), said) for own, said in sums),
-            flat(self.held),
-            flat(self.truth),
-        )
-        return fits.nearest(held, want, tries, self.limit)
+        tries = ((flat(own), said) for own, said in sums)
+        return fits.nearest(flat(self.held), flat(self.truth), tries, self.limit)
 
     def by_tensor(self) -> str:
         """Whether each wrong gradient is a multiple of its own truth, or holds another's."""
