@@ -45,7 +45,7 @@ def explain(
         lines = iter((f"check {name}", *checks.explanation(name).splitlines()))
     else:
         remedy = nearest(name, (*verdicts.VERDICTS, *checks.CHECKS), "verdicts and checks")
-        remedy += "; `shardproof list scenarios` and `list implementations` show the rest"
+        remedy += "; `shardproof list scenarios` and `shardproof list impls` show the rest"
         raise SelectionError(Problem("this is not a case, check or verdict", remedy, name))
     for line in lines:
         echo(line)

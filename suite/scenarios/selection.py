@@ -107,13 +107,13 @@ class Selection:
             return [resolve(expression, pool)]
         known = sorted({name for case in pool for name in _systems(case)})
         cases = pool
-        if self.tier != "full":
-            of_tier = [case for case in pool if case.tier == self.tier]
-            cases = _some(of_tier, "--tier", self.tier, hint="add --tier full")
         if self.implementations:
             cases = self._of_implementations(cases, known)
         elif self.like:
             raise SelectionError(Problem("--like needs --impl", "add --impl CLASS", self.like))
+        if self.tier != "full":  # after names, which may be misspelt
+            of_tier = [case for case in cases if case.tier == self.tier]
+            cases = _some(of_tier, "--tier", self.tier, hint="add --tier full")
         for backend in self.backends:
             if backend not in vocabulary.backends:
                 remedy = nearest(backend, vocabulary.backends, "backends")

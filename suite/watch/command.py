@@ -59,8 +59,8 @@ class Watched:
             metavar="SETS",
             help="sets of ranks that hold the same parameters: all; a number R (each R consecutive "
             "ranks are a set); the sets, such as 0,2/1,3; or the mesh, such as "
-            "replicate=2,tensor=2 (ranks that differ only along replicate are a set) [default: "
-            "read from the script's wrappers and meshes, else all]",
+            "replicate=2,tensor=2 (ranks that differ only along replicate or context are a set) "
+            "[default: read from the script's wrappers and meshes, else all]",
         ),
     ] = ""
     every: Annotated[

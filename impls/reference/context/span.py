@@ -1,4 +1,4 @@
-"""The object by which the parts of a model know their positions, for whoever cuts samples."""
+"""The object by which the parts of a model know their positions."""
 
 from __future__ import annotations
 
