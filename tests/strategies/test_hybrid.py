@@ -222,8 +222,16 @@ def test_ranks_of_an_expert_group_need_as_many_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("axes", "options", "text"),
     [
-        ({"shard": 2}, {"experts": {"ranks": 3}}, "axes shard and context, which is 2 in this mesh"),
-        ({"replicate": 2}, {"experts": {"ranks": 2}}, "axes shard and context, which is 1 in this mesh"),
+        (
+            {"shard": 2},
+            {"experts": {"ranks": 3}},
+            "axes shard and context, which is 2 in this mesh",
+        ),
+        (
+            {"replicate": 2},
+            {"experts": {"ranks": 2}},
+            "axes shard and context, which is 1 in this mesh",
+        ),
         (
             {"shard": 2},
             {"data": "fsdp", "experts": {"ranks": 2}, "offload": "optimizer"},
