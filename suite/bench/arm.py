@@ -10,7 +10,7 @@ from shardproof import backends, registry, workloads
 from shardproof.axes import joint_groups, replicas
 from shardproof.bench.on_rank import Clock, finish
 from shardproof.bench.subjects import SideRun
-from shardproof.case import data_shares
+from shardproof.case import Lane, data_shares
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Batch, MicroBatch, Observe, StepResult
 from shardproof.ledgers import program_order, traffic
@@ -63,7 +63,8 @@ class Arm:
         capabilities = cls.capabilities(options)
         device = backends.BACKENDS[run.backend].device
         self.mesh = mesh_of(run.axes, device, ranks)
-        self.workload = workloads.make(run.workload, run.dtype, "working_precision")
+        lane: Lane = "fp64" if run.dtype == "float64" else "working_precision"
+        self.workload = workloads.make(run.workload, run.dtype, lane)
         members = range(run.world) if ranks is None else ranks
         workers = [r for r in members if cls.role(r, len(members), options) == "worker"]
         shares = data_shares(run.axes, members, workers)

@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from shardproof.contract import Role
+
+_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+#: torch has no formula for its kernel on CPUs, which computes what the one on GPUs does.
+_COUNTED = {getattr(torch.ops.aten, _KERNEL, None): sdpa_flop, **flop_registry}
 
 
 class Attended(TorchDispatchMode):
@@ -24,8 +29,7 @@ class Attended(TorchDispatchMode):
 
     def watch(self, module: nn.Module, roles: Mapping[str, Role]) -> None:
         """Count what the attention of ``module`` computes."""
-        cores = [name for name, role in roles.items() if role == "core"]
-        for core in (part for name, part in module.named_modules() if name in cores):
+        for core in (part for name, part in module.named_modules() if roles.get(name) == "core"):
             core.register_forward_pre_hook(self._begin)
             core.register_forward_hook(self._end, always_call=True)
 
@@ -37,6 +41,6 @@ class Attended(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if (counted := flop_registry.get(func.overloadpacket)) is not None:
+        if (counted := _COUNTED.get(func.overloadpacket)) is not None:
             self.total += int(counted(*args, **(kwargs or {}), out_val=out))
         return out

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardproof.comm import Mesh
 from shardproof.costs.context.exchange import Exchange
 from shardproof.costs.model_facts import ModelFacts
+from shardproof.impls.reference.context import block
 from shardproof.impls.reference.context.cuts import positions
 from shardproof.impls.reference.context.exchanges import Gathered, Heads
 from shardproof.impls.reference.context.ring import Ring, Seen
@@ -40,8 +41,13 @@ def test_a_zigzag_gives_each_rank_an_early_and_a_late_chunk() -> None:
     assert positions(8, 2, 1, "zigzag").tolist() == [2, 3, 4, 5]
 
 
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
 class Scores(TorchDispatchMode):
-    """Counts the elements of each product of queries and keys: the first one of each block."""
+    """Counts the scores of each block: elements of a product of queries and keys, or of the kernel
+    that stores none.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -52,6 +58,9 @@ class Scores(TorchDispatchMode):
         if func is torch.ops.aten.bmm.default and args[0].shape[-1] == self.size:
             # (rows, size) x (size, columns); the second product of a block is over columns.
             self.count += result.numel()
+        if func is KERNEL:
+            samples, heads, rows, _ = args[0].shape
+            self.count += samples * heads * rows * args[1].shape[2]
         return result
 
 
@@ -104,9 +113,13 @@ def test_results_and_gradients_are_those_of_the_whole(
         assert (held - true).norm() < 1e-13 * true.norm()
 
 
+@pytest.mark.parametrize("has_kernel", [True, False])
 @pytest.mark.parametrize("cut", CUTS)
-def test_each_rank_computes_as_many_scores_as_the_formula_says(cut: str) -> None:
+def test_each_rank_computes_as_many_scores_as_the_formula_says(
+    cut: str, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted in the products that torch carries out, not asked of the implementation."""
+    monkeypatch.setattr(block, "has_kernel", lambda query: has_kernel)
     found, wanted, counted = attention("ring", cut, 4, (2, 2))
     assert (found[0] - wanted[0]).norm() < 1e-13 * wanted[0].norm()
     exchange = Exchange(ModelFacts({"context": 4}, {}, ()), "ring", cut)
@@ -118,4 +131,31 @@ def test_each_rank_computes_as_many_scores_as_the_formula_says(cut: str) -> None
 def test_a_rank_that_sees_nothing_computes_nothing() -> None:
     span = SimpleNamespace(hides=Span().hides)
     seen = Seen.of(span.hides(torch.arange(4), torch.arange(4, 8)))
-    assert len(seen.rows) == len(seen.columns) == 0 and seen.length == 4
+    assert not seen and seen.length == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_the_kernel_computes_what_the_formulas_say(
+    dtype: torch.dtype, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows that see nothing in this block, and sums over the keys of other blocks."""
+    torch.manual_seed(0)
+    query, gradient, result = (torch.randn(2, 3, 5, 8, dtype=dtype) for _ in range(3))
+    key, value = (torch.randn(2, 3, 7, 8, dtype=dtype) for _ in range(2))
+    hides = torch.rand(samples, 1, 5, 7) < 0.4
+    hides[-1, :, 2] = True
+    back = gradient, result, torch.randn(2, 3, 5, dtype=dtype) + 3
+    assert block.has_kernel(query)
+
+    def computed() -> list[Tensor]:
+        parts = block.attend(query, key, value, hides)
+        return [*parts, *block.gradients(query, key, value, hides, back)]
+
+    by_kernel = computed()
+    monkeypatch.setattr(block, "has_kernel", lambda query: False)
+    for held, true in zip(by_kernel, computed(), strict=True):
+        hidden = true.isinf()
+        assert (held.isinf() == hidden).all()
+        lost = (held - true).masked_fill(hidden, 0).norm()
+        assert lost < 16 * torch.finfo(dtype).eps * true.masked_fill(hidden, 0).norm()

@@ -193,8 +193,8 @@ class ScoresWhatIsHidden(Ring):
 
     @staticmethod
     def seen_of(hides: Tensor) -> Seen:
-        rows, columns = (torch.arange(size) for size in hides.shape[-2:])
-        return Seen(rows, columns, hides if hides.dim() == 2 else hides[:, :, None], len(columns))
+        rows, columns = (slice(0, size) for size in hides.shape[-2:])
+        return Seen(rows, columns, hides, columns.stop)
 
 
 @mutant("context_ring_sends_blocks_twice", says="recv: 84 calls", killed_by=("traffic",))

@@ -23,8 +23,7 @@ gradients, when the terms of a round are there.  A gradient travels in float32 o
 
 Partial results are merged as ``out = sum_j exp(lse_j - lse) out_j``, ``lse = log sum_j
 exp(lse_j)``.  The first block is a rank's own, in which each query sees at least itself, so ``lse``
-is finite from then on.  Backward needs no partial result: with the final ``lse`` the weights of any
-block are ``exp(scores - lse)`` (FlashAttention-2, arXiv 2307.08691, section 3.1).
+is finite from then on.  What is computed of one block stands in ``block.py``.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm, Recv, Send
+from shardproof.impls.reference.context.block import attend, gradients
 
 #: Waits for a message, and returns what came.
 Arrival = Callable[[], Tensor]
@@ -47,12 +47,12 @@ Arrival = Callable[[], Tensor]
 class Seen:
     """The part of the scores against one block that is computed.
 
-    ``rows`` that see something of the block, ``columns`` that some row sees, and the mask between
-    these.  ``length``: positions of the block.
+    From the first to the last of the ``rows`` that see something of the block, and of the
+    ``columns`` that some row sees; the mask between these.  ``length``: positions of the block.
     """
 
-    rows: Tensor
-    columns: Tensor
+    rows: slice
+    columns: slice
     mask: Tensor
     length: int
 
@@ -60,10 +60,24 @@ class Seen:
     def of(cls, hides: Tensor) -> Seen:
         """The scores that ``hides`` ``(..., rows, columns)`` leaves."""
         shows = ~hides.flatten(0, -3).all(0) if hides.dim() > 2 else ~hides
-        rows, columns = (shows.any(dim).nonzero().flatten() for dim in (1, 0))
-        # The mask of packed samples has a dimension for samples, and one for heads.
-        mask = hides if hides.dim() == 2 else hides[:, :, None]
-        return cls(rows, columns, mask[..., rows, :][..., columns], hides.shape[-1])
+        rows, columns = (hull(shows.any(dim)) for dim in (1, 0))
+        return cls(rows, columns, hides[..., rows, columns], hides.shape[-1])
+
+    def hides(self, query: Tensor) -> Tensor:
+        """The mask of the stacked rows of ``query``, for all heads of a sample or of all."""
+        group, rows = query.shape[2:4]
+        shape = *self.mask.shape[:-2], group, rows, self.mask.shape[-1]
+        return self.mask[..., None, :, :].expand(shape).flatten(-3, -2)
+
+    def __bool__(self) -> bool:
+        """Whether any row sees anything."""
+        return self.rows.stop > self.rows.start
+
+
+def hull(marks: Tensor) -> slice:
+    """From the first to the last of ``marks`` that is true; an empty slice if none is."""
+    numbers = marks.nonzero().flatten().tolist()
+    return slice(numbers[0], numbers[-1] + 1) if numbers else slice(0, 0)
 
 
 class Ring:
@@ -117,8 +131,8 @@ class Ring:
             is_last = number == len(order) - 1
             if not is_last:
                 coming = self.pass_on(block, seen[order[number + 1]].length)
-            rows = seen[source].rows
-            if len(rows):
+            if seen[source]:
+                rows = seen[source].rows
                 part = self.partial(query[..., rows, :], block, seen[source])
                 held = result[..., rows, :], total[..., rows]
                 result[..., rows, :], total[..., rows] = self.merged(held, part)
@@ -128,17 +142,8 @@ class Ring:
 
     def partial(self, query: Tensor, block: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
         """Attention of some rows over one block alone, and its log-sum-exp."""
-        key, value = wide_parts(block, seen)
-        scores = self.scores(query, key, seen)
-        lse = scores.logsumexp(-1)
-        # A row of a sample that sees nothing here has -inf, and weights of zero.
-        finite = lse.masked_fill(lse == -math.inf, 0)
-        return (scores - finite[..., None]).exp() @ value, lse
-
-    def scores(self, query: Tensor, key: Tensor, seen: Seen) -> Tensor:
-        """``(samples, KV heads, group, rows, columns)``, -inf where hidden."""
-        scores = query @ key.mT / math.sqrt(query.shape[-1])
-        return scores.masked_fill(seen.mask, -math.inf)
+        result, lse = attend(stacked(query), *wide_parts(block, seen), seen.hides(query))
+        return result.view_as(query), lse.reshape(query.shape[:-1])
 
     def merged(
         self, held: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor]
@@ -162,11 +167,11 @@ class Ring:
             if not is_last:
                 coming = self.pass_on(block, seen[order[number + 1]].length)
             terms = torch.zeros_like(block, dtype=query.dtype)
-            rows, columns = seen[source].rows, seen[source].columns
-            if len(rows):
+            if seen[source]:
+                rows, columns = seen[source].rows, seen[source].columns
                 some = query[..., rows, :], *(part[..., rows, :] for part in back[:2])
                 own, terms[..., columns, :] = self.terms(
-                    some, back[2][..., rows, None], wide_parts(block, seen[source]), seen[source]
+                    some, back[2][..., rows], wide_parts(block, seen[source]), seen[source]
                 )
                 of_query[..., rows, :] += own
             if arrival is not None:
@@ -186,14 +191,10 @@ class Ring:
         seen: Seen,
     ) -> tuple[Tensor, Tensor]:
         """The terms that one block adds to the gradients of queries, and of the block."""
-        (query, gradient, result), (key, value) = rows, block
-        weights = (self.scores(query, key, seen) - lse).exp()
-        # The weights of a row sum to 1: what one gains, the others lose.
-        lost = (gradient * result).sum(-1, keepdim=True)
-        of_scores = weights * (gradient @ value.mT - lost) / math.sqrt(query.shape[-1])
-        # Query heads of one group share a key and value head: their terms add up.
-        of_block = (of_scores.mT @ query).sum(2), (weights.mT @ gradient).sum(2)
-        return of_scores @ key, torch.stack(of_block)
+        query, gradient, result = (stacked(part) for part in rows)
+        back = gradient, result, lse.flatten(2)
+        own, *of_block = gradients(query, *block, seen.hides(rows[0]), back)
+        return own.view_as(rows[0]), torch.stack(of_block)
 
     def grown(self, terms: Tensor, came: Tensor) -> Tensor:
         """The gradient of a block: what came with it, and this rank's ``terms``."""
@@ -201,10 +202,15 @@ class Ring:
 
 
 def wide_parts(block: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-    """Keys and values of the columns that are seen, ``(samples, KV heads, 1, columns, size)``."""
+    """Keys and values of the columns that are seen, ``(samples, KV heads, columns, size)``."""
     wide = torch.promote_types(block.dtype, torch.float32)
-    key, value = block[..., seen.columns, :].to(wide)[:, :, :, None]
+    key, value = block[..., seen.columns, :].to(wide)
     return key, value
+
+
+def stacked(part: Tensor) -> Tensor:
+    """``(samples, KV heads, group, rows, size)``, the rows of a group below each other."""
+    return part.flatten(2, 3)
 
 
 class _Ring(torch.autograd.Function):
