@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ != "shardproof":  # one name for one module: it would be loaded a second time
-    raise ImportError("the package is called shardproof: write `import shardproof`")
+    raise ImportError(f"this package cannot be imported as {__name__!r}: write `import shardproof`")
 
 # As of typing, whose import takes longer than all that comes before Ctrl-C is heard.
 TYPE_CHECKING = False

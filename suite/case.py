@@ -27,7 +27,7 @@ MOST_RANKS, MOST_OF_A_CASE = 1 << 12, 1 << 20
 
 def _bounded_count(value: int) -> None:
     if not 0 <= value <= MOST_OF_A_CASE:
-        raise ValueError(f"{value:,} is not in 0 to {MOST_OF_A_CASE:,}")
+        raise ValueError(f"{value:,} is outside the range 0 to {MOST_OF_A_CASE:,}")
 
 
 def _bounded_mesh(sizes: Mapping[str, int]) -> None:

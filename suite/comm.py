@@ -270,13 +270,13 @@ class Subgroup(Comm):
         if name in ("group", "_tags"):
             raise OutsideSubgroup(
                 f"rank {dist.get_rank()} is not in the sub-group {list(self.ranks)}: "
-                "check contains(rank) before each call"
+                "check subgroup.contains(rank) before each call"
             )
         raise AttributeError(name)
 
 
 def _no_meeting(ranks: Sequence[int], own: int, place: str, text: str) -> None:
-    raise RuntimeError(f"{text}: this rank did not join through shardproof.backends.join")
+    raise RuntimeError(f"{text}: call shardproof.backends.join on this rank first")
 
 
 #: Waits until all global ``ranks`` say ``text`` at ``place``, or raises who will not; ``own`` is
@@ -405,7 +405,7 @@ class Mesh:
         if list(ranks) != sorted(ranks):
             raise ValueError(f"{given}: list ranks in ascending order: {sorted(ranks)}")
         if self.rank not in self.ranks:
-            raise ValueError(f"{given}: rank {self.rank} is not on this mesh")
+            raise ValueError(f"{given}: the calling rank {self.rank} is not on this mesh")
         return tuple(ranks)
 
     def _differing(self, ranks: Sequence[int]) -> str:
@@ -427,8 +427,8 @@ class Mesh:
         """
         if dist.get_backend() == THREADED:
             raise RuntimeError(
-                "these ranks are threads and share one environment: declare "
-                "Capabilities(needs=('processes',))"
+                "these ranks are threads and share one environment, so no rank can have its own "
+                "RANK: declare Capabilities(needs=('processes',)) to run each rank as a process"
             )
         port: list[int | None] = [None]
         if self.rank == 0:

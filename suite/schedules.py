@@ -49,8 +49,8 @@ class Action(NamedTuple):
         match = re.fullmatch(r"([A-Z]+)(\d+)@(\d+)", text.strip())
         if match is None or match[1] not in (*COMPUTE, *MESSAGES):
             raise ValueError(
-                f"{text!r} is not an action; write e.g. F0@1 (F of micro-batch 0, stage 1); "
-                f"actions: {', '.join((*COMPUTE, *MESSAGES))}"
+                f"{text!r} is not an action: write e.g. F0@1 (forward of micro-batch 0, stage 1); "
+                f"valid actions: {', '.join((*COMPUTE, *MESSAGES))}"
             )
         return cls(match[1], int(match[3]), int(match[2]))
 

@@ -206,7 +206,7 @@ def registered(name: str) -> Strategy:
     """
     points = entry_points(GROUP)[name]
     if name in in_tree():
-        raise broken(name, "has the same name as a strategy of the suite")
+        raise broken(name, "has the same name as a built-in strategy")
     if len(points) > 1:
         raise broken(name, "is registered twice")
     try:

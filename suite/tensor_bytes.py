@@ -73,7 +73,7 @@ def load(path: Path) -> Any:
         raise DamagedFile(f"{path}: not a file of tensors (starts with {bytes(magic)!r})")
     start = _HEAD.size + index_size
     if start + data_size != len(data):
-        raise DamagedFile(f"{path}: {len(data)} bytes, but its header says {start + data_size}")
+        raise DamagedFile(f"{path}: the header says {start + data_size} bytes, found {len(data)}")
     try:
         tree = read_fast_json(bytes(data[_HEAD.size : start]))
         return _Reader(data, start).decode(tree)
@@ -164,7 +164,7 @@ class _Writer:
         for key, value in obj.items():
             where = f"{place}[{key!r}]"
             if isinstance(key, Tensor):
-                raise TypeError(f"a tensor cannot be a key, at {place or 'the top level'}")
+                raise TypeError(f"cannot store a tensor as dict key at {place or 'the top level'}")
             pairs.append([self.encode(key, where), self.encode(value, where)])
         return {"!d": pairs}
 
@@ -230,7 +230,7 @@ class _Reader:
         begin = self._start + offset
         end = begin + count * dtype.itemsize
         if offset < 0 or offset % _ALIGN or count < 0 or end > len(self._data):
-            raise DamagedFile(f"a tensor of shape {shape} at {offset} lies outside the data")
+            raise DamagedFile(f"a tensor of shape {shape} has the invalid offset {offset}")
         return torch.frombuffer(self._data, dtype=dtype, count=count, offset=begin).view(shape)
 
 

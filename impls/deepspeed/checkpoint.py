@@ -112,7 +112,7 @@ class Saves(Implementation):
         if found is None:
             raise FileNotFoundError(
                 f"{path}: DeepSpeed finds no checkpoint at this path - give the path of a "
-                "checkpoint, or of the folder that contains it"
+                "checkpoint folder, or of its parent folder"
             )
         if len(state["rng"]) == self.comm.size:
             torch.set_rng_state(state["rng"][self.comm.rank])

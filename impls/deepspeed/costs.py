@@ -302,7 +302,9 @@ class DeepSpeedZero3(_Sharded):
     def held(self, kind: str) -> int:
         """The promised bytes, without parameters that the trace keeps."""
         if kind in self.unjudged() and kind != "masters":
-            raise NoCostModel(f"deepspeed_zero3 has no formula for {kind}: {self.unjudged()[kind]}")
+            raise NoCostModel(
+                f"deepspeed_zero3 has no memory formula for {kind}: {self.unjudged()[kind]}"
+            )
         return super().held(kind)
 
     def total(self) -> int:

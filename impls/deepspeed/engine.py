@@ -130,7 +130,7 @@ class Engine(Saves):
         if mesh.world != torch.distributed.get_world_size():
             raise Refused(
                 f"this mesh has {mesh.world} ranks, but DeepSpeed always uses all ranks of the "
-                "default process group"
+                "default process group; use a mesh with all these ranks"
             )
         module = build(mesh.device)
         if state is not None:
@@ -192,10 +192,10 @@ class Engine(Saves):
         """Backward of every micro-batch through the engine, then the engine's step."""
         if not batch.micro_batches:
             what = (
-                f"step {batch.step}: this rank has no micro-batch, and the other ranks would "
-                "wait for it"
+                f"step {batch.step}: this rank has no micro-batch, so the other ranks would wait "
+                "in DeepSpeed's collectives"
             )
-            raise Refused(f"{what} in DeepSpeed")
+            raise Refused(f"{what}; give every rank at least 1 micro-batch")
         with self.launched():
             return self.train(batch, observe)
 

@@ -161,7 +161,7 @@ class DeepSpeedPipeline(Saves):
         if mesh.world != torch.distributed.get_world_size():
             raise Refused(
                 f"this mesh has {mesh.world} ranks, but DeepSpeed always uses all ranks of the "
-                "default process group"
+                "default process group; use a mesh with all these ranks"
             )
         self.build, self.spec, self.comm = build, optimizer, mesh.comm("pipe")
         whole = build(mesh.device)
@@ -274,7 +274,10 @@ class DeepSpeedPipeline(Saves):
     def load_batch(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and number of every micro-batch, when the engine is ready for them."""
         if len(batch.windows) != 1:
-            raise Refused(f"step {batch.step} has {len(batch.windows)} windows; {ONE_WINDOW}")
+            raise Refused(
+                f"step {batch.step} has {len(batch.windows)} windows (schedule calls): "
+                f"{ONE_WINDOW}; set windows to 1"
+            )
         shapes = sorted({tuple(micro.inputs.shape) for micro in batch.micro_batches})
         if not self.options.dynamic_shape:
             if len(shapes) > 1:
@@ -339,7 +342,9 @@ class DeepSpeedPipeline(Saves):
             make_slots(self.torch_optimizer, left)
             left = copy_pieces(self.local_state(kind), left)
         if left:
-            raise Refused(f"the stage of this rank holds no tensor {left[0].name!r} ({kind})")
+            raise Refused(
+                f"cannot load {left[0].name!r} ({kind}): this rank's stage has no such tensor"
+            )
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of all stages' tensors on every rank, sent as objects."""
@@ -374,7 +379,8 @@ def tied_names(parts: Sequence[nn.Module]) -> dict[int, list[str]]:
     if len(pairs) > 1:
         raise Refused(
             f"parameters are tied between stages {' and between '.join(map(str, pairs))}, but "
-            "DeepSpeed allows only one TiedLayerSpec per stage"
+            "DeepSpeed allows only one TiedLayerSpec per stage; choose a split in which only two "
+            "stages share parameters"
         )
     return {
         stage: [dict(names)[stage] for names in shared] for stage in (pairs[0] if pairs else ())

@@ -16,7 +16,7 @@ def shape_of(module: nn.Module, name: str, what: str) -> torch.Size:
     found = dict(module.named_parameters()).get(name)
     if found is None:
         raise Refused(
-            f"this model has no parameter {name!r}, from which the pipeline reads {what}: use "
-            "reference/pipeline or pytorch/pipelining"
+            f"this model has no parameter {name!r}, but the pipeline reads {what} from the "
+            "shape of this parameter; use the system reference/pipeline or pytorch/pipelining"
         )
     return found.shape

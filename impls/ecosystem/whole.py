@@ -53,7 +53,7 @@ def check_plain(options: Mapping[str, Any], mesh: Mesh, axis: str, spec: Optimiz
     """:class:`Refused` for options, for a mesh other than all ranks along ``axis``, or a scaler."""
     parse_options(NoOptions, options)
     if list(mesh.axes) != [axis]:
-        raise Refused(f"this system needs the single axis {axis!r}; the mesh has {list(mesh.axes)}")
+        raise Refused(f"this system accepts only the axis {axis!r}; the mesh has {list(mesh.axes)}")
     if spec.scaler is not None:
         raise Refused(f"optimizer.scaler: {UNSCALED}; leave the scaler out")
 

@@ -101,8 +101,8 @@ class Adapter(Saves):
         micro_batches = batch.micro_batches
         if not micro_batches:
             raise Refused(
-                f"step {batch.step}: this rank has no micro-batch, and the other ranks would "
-                "wait for it"
+                f"step {batch.step}: this rank has no micro-batch, so the other ranks would wait "
+                "in their collectives; give every rank at least 1 micro-batch"
             )
         losses = []
         for number, micro in enumerate(micro_batches):

@@ -85,8 +85,8 @@ class Options(Saved):
             if self.compile != "none" and self.bucket_cap_mb < 1:
                 raise Refused(
                     f"option 'bucket_cap_mb' = {self.bucket_cap_mb} with 'compile': "
-                    "torch.compile splits DDP's graph by buckets, and no bucket may be smaller "
-                    "than the first bucket's 1 MiB; set bucket_cap_mb to 1 or more"
+                    "torch.compile requires at least the size of DDP's first bucket, 1 MiB; set "
+                    "bucket_cap_mb to 1 or more"
                 )
 
     def declines(self) -> dict[str, str]:
@@ -209,8 +209,8 @@ class PyTorchDDP(Saves):
         """Refuse options that DDP answers with a hang or an internal assertion."""
         if not micro_batches:
             raise Refused(
-                f"step {step}: this rank has no micro-batch, and the other ranks of DDP would "
-                "wait for it"
+                f"step {step}: this rank has no micro-batch, so the other ranks would wait in "
+                "DDP's collectives; give every rank at least 1 micro-batch"
             )
         if self.options.static_graph and step == 0 and micro_batches > 1:
             raise Refused(

@@ -101,10 +101,13 @@ class DDPWithOptimizer(PyTorchDDP):
         lacking = [name for name in ASKED if not hasattr(made, name)]
         if lacking:
             raise self._refused(
-                f"the result is a {type(made).__name__} without {', '.join(lacking)}"
+                f"the call returned a {type(made).__name__}, which has no {' or '.join(lacking)}"
             )
         if any("lr_scale" not in group for group in made.param_groups):
-            raise self._refused("the optimizer drops keys of the parameter groups, e.g. 'lr_scale'")
+            raise self._refused(
+                "the optimizer's param_groups must keep all keys of the given groups, e.g. "
+                "'lr_scale'"
+            )
         #: Slot -> the ranks that hold it.
         self.holders: dict[str, list[int]] = {}
         return made

@@ -112,8 +112,8 @@ class Options(Training, Saved):
             raise Refused(
                 "option 'accumulate_without_communication' contradicts 'precision.reduce' = "
                 f"{wide}: under no_sync FSDP1 accumulates gradients in {narrow}; set "
-                "accumulate_without_communication to false, or precision.reduce to null or to "
-                "the value of precision.parameters"
+                "accumulate_without_communication to false, or set precision.reduce to null or "
+                f"{narrow}"
             )
 
     def declines(self) -> dict[str, str]:

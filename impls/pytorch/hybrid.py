@@ -153,7 +153,7 @@ class Hybrid(Pipelining):
         """Set up as a pipeline, even with one rank."""
         if "pipe" not in mesh.axes:
             raise Refused(
-                "the stages need a mesh with the axis 'pipe' (its size may be 1), not "
+                "this system needs the axis 'pipe' (its size may be 1); this mesh has "
                 f"{list(mesh.axes)}"
             )
         super().setup(build, state, optimizer, mesh, options)
@@ -168,8 +168,8 @@ class Hybrid(Pipelining):
             )
         if self.spec.scaler is not None:
             raise Refused(
-                "optimizer.scaler: torch's scaler looks for overflows over one mesh, but stages "
-                "have several meshes; leave the scaler out"
+                "optimizer.scaler: torch's scaler can check for overflows over only one mesh, but "
+                "the stages have several meshes; leave the scaler out"
             )
         self.splits = "tensor" in mesh.axes
         if self.splits:

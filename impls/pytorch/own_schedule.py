@@ -125,7 +125,7 @@ class Options(Saved):
         except CannotImport as error:
             raise self.refused(str(error)) from error
         if not (beside / file).is_file():
-            raise self.refused(f"file {file} does not exist next to {module}")
+            raise self.refused(f"file {file} does not exist in the folder of module {module}")
         return beside / file
 
 

@@ -159,8 +159,8 @@ class Options(Saved):
         if self.chunks < 1 or self.chunks != (wanted or self.chunks):
             valid = "at least 1" if wanted is None else str(wanted)
             raise Refused(
-                f"option 'schedule.chunks' = {self.chunks}: for {self.name}, the number of "
-                f"stages per rank must be {valid}"
+                f"option 'schedule.chunks' = {self.chunks}: for {self.name}, chunks (the "
+                f"number of stages per rank) must be {valid}"
             )
 
     @property
@@ -472,7 +472,9 @@ class Pipelining(Saves):
             make_slots(self.optimizer, left)
             left = copy_pieces(self.local_state(kind), left)
         if left:
-            raise Refused(f"the stages of this rank hold no tensor {left[0].name!r} ({kind})")
+            raise Refused(
+                f"cannot load {left[0].name!r} ({kind}): this rank's stages have no such tensor"
+            )
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of all stages' tensors on every rank, sent as objects."""
@@ -500,7 +502,8 @@ def plan(options: Options, ranks: int, micro_batches: int) -> Schedule:
     if name == "1f1b" and micro_batches < ranks:
         raise Refused(
             "option 'schedule' = '1f1b': torch needs at least as many micro-batches as stages, "
-            f"but there are {micro_batches} micro-batches and {ranks} stages"
+            f"but there are {micro_batches} micro-batches and {ranks} stages; use at least {ranks} "
+            "micro-batches"
         )
     if name in SINGLE:
         return (gpipe if name == "gpipe" else one_f_one_b)(ranks, micro_batches)

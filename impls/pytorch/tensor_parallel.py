@@ -245,9 +245,9 @@ def check_scaler(spec: OptimizerSpec, updated: Mapping[str, Tensor]) -> None:
     plain = [name for name, tensor in updated.items() if not isinstance(tensor, DTensor)]
     if spec.scaler is not None and plain:
         raise Refused(
-            f"optimizer.scaler: {plain[0]!r} is not split and not a DTensor; GradScaler's "
-            "aten._amp_foreach_non_finite_check_and_unscale_ refuses 'mixed torch.Tensor and "
-            "DTensor'; leave the scaler out"
+            f"optimizer.scaler: {plain[0]!r} is a plain tensor, but GradScaler does not "
+            "support a mix of plain tensors and DTensors "
+            "(aten._amp_foreach_non_finite_check_and_unscale_); leave the scaler out"
         )
 
 

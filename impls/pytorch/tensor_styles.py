@@ -111,10 +111,10 @@ def require_split_layers(module: nn.Module, styles: Mapping[str, ParallelStyle])
     """:class:`Refused` for a model without the layers whose names :func:`plan_styles` knows."""
     if lacking := {"embed.token", "embed.position", "head"} - set(styles):
         raise Refused(
-            "tensor parallelism splits 'embed.token', 'head' and the layers between, but "
-            f"this {type(module).__name__} has no {', '.join(sorted(lacking))}, so nothing "
-            "can be split over the axis 'tensor'; for layers with other names choose "
-            "pytorch/tensor_plan with a plan, or reference/tensor with roles={NAME: 'column', ...}"
+            "tensor parallelism splits only layers with fixed names, but this "
+            f"{type(module).__name__} has no {', '.join(sorted(lacking))}; for layers with other "
+            "names choose pytorch/tensor_plan with a plan, or reference/tensor with "
+            "roles={NAME: 'column', ...}"
         )
 
 

@@ -100,8 +100,9 @@ class Options:
             raise Refused(f"option 'order' = {self.order!r}: use {names} or a list of workers")
         if self.momentum == "by_worker" and not self.max_staleness:
             raise Refused(
-                "option 'momentum' = 'by_worker' with max_staleness = 0: each update sums the "
-                "gradients of all workers; set momentum to shared, or max_staleness to 1"
+                "option 'momentum' = 'by_worker' with max_staleness = 0: each update uses one sum "
+                "of all workers' gradients, so no worker has its own momentum; set momentum to "
+                "shared, or max_staleness to 1"
             )
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
@@ -113,9 +114,9 @@ class Options:
         """The workers in order of arrival."""
         if self.dies and (workers < 2 or self.dies.worker >= workers):
             raise Refused(
-                f"option 'dies.worker' = {self.dies.worker} with {workers} workers: the worker "
-                "must exist, and another one must remain; use at least 2 workers, and give the "
-                f"index of a worker, from 0 to {max(workers, 2) - 1}"
+                f"option 'dies.worker' = {self.dies.worker} with {workers} workers: this "
+                "worker must exist, and at least 1 other worker must remain; use at least 2 "
+                f"workers, and set dies.worker to a number from 0 to {max(workers, 2) - 1}"
             )
         if isinstance(self.order, str):
             return ORDERS[self.order](workers, self.max_staleness)
@@ -243,7 +244,10 @@ class ReferenceAsyncSGD(Implementation):
     ) -> None:
         """Start all ranks from rank 0's values; servers take the parameters that they own."""
         if optimizer.scaler is not None:
-            raise Refused("optimizer.scaler: these workers skip no step together; remove the key")
+            raise Refused(
+                "optimizer.scaler: workers update independently, so they cannot skip a step "
+                "together; leave the scaler out"
+            )
         self.build, self.comm = build, mesh.comm("replicate")
         self.options = parse_options(Options, options)
         self.module = build(mesh.device)

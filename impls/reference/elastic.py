@@ -204,7 +204,7 @@ class ReferenceElastic(Engine):
             batch=chosen.batch,
             features=frozenset({"clipping", "accumulation", "initial_broadcast", "elastic"}),
             declines={
-                "overflow_on_one_rank": "ranks commit a step before they could agree to skip it"
+                "overflow_on_one_rank": "ranks commit a step before they can agree to skip it"
             },
         )
         return lossy(exact, chosen)
@@ -220,8 +220,8 @@ class ReferenceElastic(Engine):
         """Set up as usual; a later joiner sets up alone, and its state does not count."""
         if optimizer.scaler is not None:
             raise Refused(
-                "optimizer.scaler: ranks commit a step before they could agree to skip it; leave "
-                "the scaler out"
+                "optimizer.scaler: ranks commit a step before they can agree to skip it after an "
+                "overflow; leave the scaler out"
             )
         self.chosen = parse_options(Options, options)
         self.asked = optimizer

@@ -67,8 +67,8 @@ def run(requests: list[Request]) -> list[list[Write]]:
         for rank, destination, value in _OPERATIONS[requests[0].operation](requests):
             if destination.numel() != value.numel() or destination.dtype != value.dtype:
                 raise CollectiveMismatch(
-                    f"{requests[0].operation}: rank {rank} of the group receives "
-                    f"{_shape(destination)}, but {_shape(value)} is sent to it"
+                    f"{requests[0].operation}: rank {rank} of the group expects "
+                    f"{_shape(destination)}, but receives {_shape(value)}"
                 )
             if destination.data_ptr() != value.data_ptr() or not destination.numel():
                 writes[rank].append((destination, value))
@@ -114,8 +114,8 @@ def _reduce_scatter(requests: list[Request]) -> Result:
         for rank, request in enumerate(requests):
             parts = [r.inputs[index][rank] for r in requests]
             if len({(p.numel(), p.dtype) for p in parts}) > 1:
-                sizes = ", ".join(f"rank {i}: {_shape(p)}" for i, p in enumerate(parts))
-                raise CollectiveMismatch(f"reduce_scatter: unequal parts for rank {rank}: {sizes}")
+                sizes = ", ".join(f"{_shape(p)} on rank {i}" for i, p in enumerate(parts))
+                raise CollectiveMismatch(f"reduce_scatter: inputs for rank {rank} differ: {sizes}")
             yield rank, request.outputs[index][0], fold(parts, requests[0].reduce or "sum")
 
 

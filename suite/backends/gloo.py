@@ -63,5 +63,5 @@ def problem_of_interface(given: str) -> Problem | None:
         families = {one.family for one in psutil.net_if_addrs().get(name, ())}
         if not state[name].isup or families.isdisjoint((socket.AF_INET, socket.AF_INET6)):
             what = f"the network interface {name} is down, or has no address"
-            return Problem(what, f"`ip link set {name} up`, or set {INTERFACE} to another")
+            return Problem(what, f"run `ip link set {name} up`, or choose another {INTERFACE}")
     return None

@@ -85,6 +85,6 @@ def refuse_shared_gpus(store: Store, rank: int, world: int) -> None:
     for gpu, sharing in ranks.items():
         if len(sharing) > 1:
             raise RuntimeError(
-                f"{errors.name_ranks(sharing)} use the same GPU ({gpu}), which NCCL refuses: "
-                f"{REMEDY}"
+                f"{errors.name_ranks(sharing)} use the same GPU ({gpu}), "
+                f"but NCCL needs one GPU per rank: {REMEDY}"
             )

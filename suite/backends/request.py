@@ -210,7 +210,7 @@ def _check_parts(
     """``lists`` have a part for each rank, and the caller's is as ``own``."""
     if len(lists) != len(own) or any(len(parts) != size for parts in lists):
         counts = ", ".join(str(len(parts)) for parts in lists) or "none"
-        raise ValueError(f"{request.text()}: {counts} tensors given for a group of {size} ranks")
+        raise ValueError(f"{request.text()}: expected {size} tensors (one per rank), got {counts}")
     for parts, one in zip(lists, own, strict=True):
         dtypes = {_name(t.dtype) for t in (*parts, one)}
         if len(dtypes) > 1:

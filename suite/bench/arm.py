@@ -135,4 +135,4 @@ def assert_nothing_is_recorded(backend: str) -> None:
     """Raise unless every ledger of this rank is off and the groups are native, or only delay."""
     recording = backends.BACKENDS[backend].is_recording()
     if program_order.current() or traffic.current() or active() or recording:
-        raise RuntimeError("a timed run must not record calls or memory: pass ledgers=False")
+        raise RuntimeError("a timed run cannot record calls: pass RankLaunch(..., ledgers=False)")

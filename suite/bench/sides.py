@@ -91,7 +91,7 @@ def check(pair: Pair) -> None:
         if side.mesh and math.prod(side.mesh.values()) != pair.world:
             shape = " x ".join(f"{axis}={n}" for axis, n in side.mesh.items())
             remedy = f"choose axis sizes with the product {pair.world}"
-            raise SelectionError(Problem("mesh and world do not match", remedy, shape))
+            raise SelectionError(Problem("the mesh does not match the world size", remedy, shape))
     check_backend(pair.backend)
     if pair.dtype not in DTYPES:
         raise SelectionError(Problem("unknown dtype", nearest(pair.dtype, DTYPES), pair.dtype))

@@ -125,7 +125,7 @@ def variations_of(patterns: Sequence[str]) -> Variations:
     if not (own := _own(patterns)):
         return shipped()
     if len(own) < len(patterns):
-        remedy = "run one campaign for each"
+        remedy = "run one campaign for the classes and one for the names"
         raise SelectionError(Problem("--impl mixes classes and names", remedy, own[0]))
     preflight.check(own)
     return of_ones_own(own)
@@ -228,7 +228,7 @@ def own_system(name: str) -> System:
         declared = Declaration.of(registry.load(name), {})
     except Refused as error:
         raise SelectionError(
-            Problem(f"--impl: {error}", "give each option a default", name)
+            Problem(f"--impl: {error}", "give each option a default value", name)
         ) from error
     largest, several = known.LARGEST_WORLD, len(declared.axes) > 1
     most = declared.max_world or largest

@@ -81,7 +81,7 @@ class Plan:
         struck = there[self.case - 1]
         if not struck.steps:
             what = f"{struck.id} trains nothing and has no steps"
-            raise _problem(what, "choose a case= that trains a model", text)
+            raise _problem(what, "set case= to the number of a case that trains a model", text)
         if self.step >= struck.steps:
             what = f"{struck.id} has no step {self.step}"
             raise _problem(what, f"valid: step=0 to {struck.steps - 1}", text)

@@ -34,13 +34,13 @@ class ShownOptions:
     form: Form = option("table", "--format", help="form of the output")
     as_json: bool = option(False, "--json", help="the same as --format json")
     by: By | None = option(
-        None, "--by", help="rows by strategy or backend; hardware: one column for each machine"
+        None, "--by", help="one row per strategy or backend; hardware: one column per machine"
     )
     only_changed: bool = option(False, "--only-changed", help="hide equal and undecided rows")
-    save: Path | None = output_option("--save", "write the runs as one baseline")
+    save: Path | None = output_option("--save", "write the runs to FILE as one baseline")
     force: bool = option(False, "--force", help="let --save replace an existing FILE")
     into: Path | None = output_option(
-        "--into", "put the Markdown between the comments hardware:begin and hardware:end of FILE"
+        "--into", "write Markdown into FILE, between the comments hardware:begin and hardware:end"
     )
 
     def check(self) -> None:
@@ -73,17 +73,17 @@ def compare(
     shardproof compare 20260102-030405 20260103-040506
     shardproof compare results/baselines/cpu.json RUN --only-changed
     shardproof compare RUN RUN RUN --by strategy --format markdown
-    shardproof compare RUN RUN --save results/baselines/cpu.json   one baseline
+    shardproof compare RUN RUN --save results/baselines/cpu.json   write one baseline
     shardproof compare results/baselines/*.json --by hardware --into README.md
 
     Two results are compared if they have the same id, version of the suite, version of torch,
-    configuration and data set. Exact figures (verdicts, bytes, calls, memory) have tolerance 0.
-    Seconds are never compared. Each run measures ratios of times, such as A over B; `compare`
-    shows by how much the ratio of one run differs from that of another, and the 95 % interval of
-    the difference (Welch).
+    configuration and data set. Verdicts, bytes, calls and memory are compared with tolerance 0.
+    Seconds are never compared. `bench` measures ratios of times, such as time of A / time of B.
+    For each ratio, `compare` shows the difference between two runs, and the 95 % interval of this
+    difference (Welch).
 
-    Exit codes: 0 the comparison was made, even if results differ (`gate` judges them); 2 bad
-    input; 3 nothing is comparable.
+    Exit codes: 0 the comparison was made, even if results differ (`gate` judges the differences);
+    2 bad input; 3 nothing is comparable.
     """
     from shardproof.compare import baseline
 
@@ -149,7 +149,7 @@ def _compare(snapshots: list[Snapshot], shown: ShownOptions) -> int:
 class Outputs:
     """The places for findings of `gate` other than the terminal."""
 
-    summary: Path | None = output_option("--summary", "write a Markdown summary there")
+    summary: Path | None = output_option("--summary", "write a Markdown summary to FILE")
     append: bool = option(False, "--append", help="let --summary add to FILE, not replace it")
     junit: Path | None = output_option("--junit", "write JUnit XML to FILE")
     annotations: Host | None = option(
@@ -211,7 +211,7 @@ def gate(
     after, doubts = _evidence(run, again=verify)
     if doubts is None:
         what = "is a baseline, which has no records to judge"
-        raise SelectionError(Problem(what, "name a run folder, an id or a bundle", file=run))
+        raise SelectionError(Problem(what, "name a run: its folder, id or bundle", file=run))
     policies.check(policy_file, before, after, max(today, _day(None)))
     named = [(before.name, text) for text in old_doubts or ()]
     named += [(after.name, text) for text in doubts]

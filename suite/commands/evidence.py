@@ -27,16 +27,16 @@ def report(
     into: Annotated[
         Path | None,
         options.output(
-            "--into", "put the Markdown between the comments results:begin and results:end of FILE"
+            "--into", "write Markdown into FILE, between the comments results:begin and results:end"
         ),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="print every row, instead of one per system")
+        bool, typer.Option("--verbose", "-v", help="print every row, not one row per system")
     ] = False,
 ) -> None:
     """Show a run's report as tables, Markdown or HTML.
 
-    Markdown and HTML go to standard output.
+    Without --into, Markdown and HTML are printed to standard output.
 
     \b
     shardproof report             a row per system; with -v, a row per case
@@ -101,15 +101,15 @@ def _show(run: Run, rows: bool) -> None:
 def verify(run: options.Run = None) -> None:
     """Judge a run again from its records, and check that nothing is missing or changed.
 
-    RUN may be an archive that `shardproof bundle` made. Its contents are checked, then
-    unpacked into a temporary folder. No other file from the machine that made it is needed.
+    RUN may be an archive that `shardproof bundle` made. The archive is checked, then unpacked
+    into a temporary folder. No other file from the machine of the run is needed.
 
     \b
-    Exit codes: 0 every verdict holds
-                1 a planned case is missing, a byte was changed, a record gives
-                  another verdict than the run states, or a Python package
-                  that the run's backends or strategies need is not
-                  installed; a message names case and file
+    Exit codes: 0 every verdict was confirmed
+                1 a planned case is missing, a byte was changed, the records give
+                  a verdict that differs from the verdict in the run, or a Python
+                  package that a backend or strategy of the run needs is not
+                  installed. A message names the case and the file
                 2 an archive is damaged, or not safe to unpack
                 3 nothing was judged
 

@@ -115,10 +115,10 @@ def _fitting(cases: Sequence[Case], declared: Mapping[str, Sequence[str]]) -> li
         own = [case for case in chosen if case.implementation == name]
         odd = {case.id for case in own if axes and not set(case.mesh) <= set(axes)}
         if len(odd) == len(own):
-            remedy = "choose other cases by -k, or another scenario"
-            raise SelectionError(Problem(f"no cell fits the axes {', '.join(axes)}", remedy, name))
+            what = f"no case has a mesh of only the axes that the class declares: {', '.join(axes)}"
+            raise SelectionError(Problem(what, "select other cases (-k) or another scenario", name))
         if odd:
-            fitting = f"{len(own) - len(odd)} of {len(own)} cells"
+            fitting = f"{len(own) - len(odd)} of {len(own)} cases"
             echo(f"{name} declares the axes {', '.join(axes)}: {fitting} fit", err=True)
         chosen = [case for case in chosen if case.id not in odd]
     return chosen

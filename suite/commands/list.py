@@ -117,19 +117,19 @@ def list_(
 ) -> None:
     """List implementations, cases, checks and more.
 
-    If the output is piped, each line is one full name. `cases` and `coverage` take the filters of
-    `run`.
+    If the output is piped, each line is one full name (except for `coverage`). `cases` and
+    `coverage` take the filters of `run`.
 
     `coverage` counts the cases for each pair of a trigger and a feature. A trigger is a trait of
-    the model (`list traits`), or a shape of the batch or the mesh; a feature is a strategy, an
+    the model (`list traits`), or a shape of the batch or the mesh. A feature is a strategy, an
     option or a backend. If the output is piped, each line has five columns, separated by tabs:
-    trigger, feature, number of cases in the quick tier, number in the full tier, and the reason if
-    both numbers are 0.
+    trigger, feature, number of cases in the quick tier, number of cases in the full tier, and, if
+    both numbers are 0, the reason.
 
-    A pair without a case is open if no reason is given. If a pair is open and there are no filters,
-    the exit code is 1. The last line (on stderr if the output is piped) is about combinations of
-    three conditions (triggers or features): how many are possible, and which share of them occurs
-    in at least one case.
+    A pair is open if it has no case and no reason. Without filters, the exit code is 1 if any pair
+    is open. The last line (on stderr if the output is piped) is about combinations of three
+    conditions (triggers or features). It shows how many combinations are possible, and which share
+    of the combinations occurs in at least one case.
 
     \b
     shardproof list impls

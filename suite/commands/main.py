@@ -45,7 +45,7 @@ shardproof run -k "reference/ddp and gloo"       a part of it
 shardproof run ddp-gpt --impl mine:MyDDP         judge your own class
 shardproof run --resume --results results/RUN    resume the run in this folder
 shardproof list cases                            cases that can be run
-shardproof run --shard 1/4                       a quarter: see `merge`
+shardproof run --shard 1/4                       part 1 of 4: see `merge`
 shardproof mutants                               prove that checks can fail
 shardproof compare RUN RUN                       what differs between runs
 shardproof gate RUN --against BASELINE           fail CI on regressions
@@ -76,7 +76,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "list": (list.list_, ""),
     "check-scenario": (scenario_files.check_scenario, "Check scenario files."),
     "schema": (scenario_files.schema, ""),
-    "mutants": (mutants.mutants, "Plant every fault; its check must catch it."),
+    "mutants": (mutants.mutants, "Plant each fault; its check must catch the fault."),
     "report": (evidence.report, ""),
     "verify": (evidence.verify, "Judge a run again from its records."),
     "merge": (evidence.merge, "Merge the parts of a selection into one run."),

@@ -22,10 +22,10 @@ class HowPlanted(options.Output):
     """
 
     impl: list[str] | None = option(
-        None, "--impl", metavar="P", help="glob on faults or their parents"
+        None, "--impl", metavar="P", help="select faults by a glob on their names or parents"
     )
     tier: options.TierName = option(
-        "full", "--tier", help="if --budget leaves out faults: exit code 3 (full) or 0 (quick)"
+        "full", "--tier", help="exit code if --budget leaves out faults: 3 (full) or 0 (quick)"
     )
     depth: Literal["family"] | None = option(
         None, "--depth", help="judge bytes by general bounds; a fault is caught if any check fails"
@@ -45,27 +45,27 @@ class HowPlanted(options.Output):
 
 @options.grouped()
 def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
-    """Plant every fault: its check must fail, and without the fault the same case must pass.
+    """Plant each fault: its check must fail with the fault, and the case must pass without it.
 
     A fault is a changed copy of one implementation, the parent of the fault. A fault survives if
-    the check that must catch it does not fail (with --depth family: if no check fails). If a fault
-    survives, the exit code is 1. Prints a line for each system with faults, and every fault that
-    survives. With -v, prints which check catches which fault. With --tier full, the check `memory`
-    runs for every fault; with --tier quick, it runs only for faults that need it.
+    the check that must catch the fault does not fail (with --depth family: if no check fails). If a
+    fault survives, the exit code is 1. The output has one line for each system with faults, and
+    lists every fault that survives. With -v, it shows which check catches which fault. The check
+    `memory` runs for every fault (--tier full), or only for faults that need it (--tier quick).
 
-    With --campaign N, each fault is planted in up to N random cases of its parent, in the order of
-    `run --campaign`. A fault is caught if a check fails with the fault and passes without it. The
-    output shows the share of faults caught after 1, 2, ... N cases. This is only a measurement: a
-    fault that survives does not change the exit code. If a parent fails, the exit code is 1.
-    --seed also sets the order of the faults, so those that fit into --budget are a random sample.
-    `kills-by-n.json` in the run folder holds the results.
+    With --campaign N, each fault is planted in up to N random cases: those that `run --campaign`
+    draws for its parent. A fault is caught if a check fails with the fault and passes without it.
+    The output shows the share of faults caught after 1, 2, ... N cases. A fault that survives does
+    not change the exit code, but if a parent fails a case, the exit code is 1. --seed also sets the
+    order of the faults, so the faults that fit into --budget are a random sample. The results are
+    in `kills-by-n.json` in the run folder.
 
     \b
     shardproof mutants
     shardproof mutants --impl reference/ddp          faults of one parent
     shardproof mutants --impl 'ddp_*bucket*'
-    shardproof mutants --depth family                judge costs by bounds
-    shardproof mutants --shard 2/4 --results part2   a quarter: see `merge`
+    shardproof mutants --depth family                judge bytes by bounds
+    shardproof mutants --shard 2/4 --results part2   part 2 of 4: see `merge`
     shardproof mutants --campaign 20 --budget 30     in random cases
     """
     from shardproof.commands.execution import Planting

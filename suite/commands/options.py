@@ -115,18 +115,22 @@ Scenarios = Annotated[
 ]
 Impl = Annotated[
     list[str] | None,
-    typer.Option("--impl", metavar="P", help="glob on implementations, or package.module:Class"),
+    typer.Option(
+        "--impl", metavar="P", help="select implementations by a glob, or test package.module:Class"
+    ),
 ]
 BackendOption = Annotated[
     list[str] | None,
     typer.Option(
         "--backend",
         metavar="B",
-        help="select the cases of backend B; if B is neither gloo nor in_memory (for example mpi), "
-        "the cases of gloo and in_memory are selected too, with B as their backend",
+        help="select the cases of backend B; a backend other than gloo and in_memory (such as mpi) "
+        "also runs the cases of these two",
     ),
 ]
-World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]
+World = Annotated[
+    list[int] | None, typer.Option("--world", metavar="N", help="select the cases with N ranks")
+]
 Expression = Annotated[
     str,
     typer.Option(
@@ -140,18 +144,20 @@ Seed = Annotated[
 ]
 Campaign = Annotated[
     int | None,
-    typer.Option("--campaign", metavar="N", min=1, max=100_000, help="N random cases, by --seed"),
+    typer.Option("--campaign", metavar="N", min=1, max=100_000, help="use N random cases (--seed)"),
 ]
 Budget = Annotated[
     float | None,
     typer.Option(
-        "--budget", metavar="MIN", min=0.01, help="minutes; cases that do not fit are only listed"
+        "--budget", metavar="MIN", min=0.01, help="run only the cases that fit into MIN minutes"
     ),
 ]
 
 Jobs = Annotated[
     int | None,
-    typer.Option("-j", metavar="JOBS", min=1, max=256, help="cases at once (default: all cores)"),
+    typer.Option(
+        "-j", metavar="JOBS", min=1, max=256, help="cases to run at once (default: one per core)"
+    ),
 ]
 
 ShardOption = Annotated[
@@ -266,13 +272,13 @@ Results = Annotated[
     typer.Option(
         "--results",
         metavar="RUN",
-        help="folder for the run; if it already holds a run, cases are added to that run",
+        help="folder of the run; if the folder already holds a run, cases are added to that run",
         parser=named,
     ),
 ]
 #: A run that is looked at.
 Run = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="run folder, id or bundle (default: the newest)")
+    str | None, typer.Argument(metavar="RUN", help="run folder, id or bundle (default: newest run)")
 ]
 
 
@@ -298,9 +304,7 @@ class SessionOptions:
 class Output:
     """How much a command prints."""
 
-    verbose: bool = option(
-        False, "--verbose", "-v", help="print every row, instead of one per system"
-    )
+    verbose: bool = option(False, "--verbose", "-v", help="print every row, not one row per system")
     quiet: bool = option(False, "--quiet", "-q", help="print only failures and a summary line")
     no_progress: bool = option(False, "--no-progress", help="print no progress")
 
@@ -320,16 +324,14 @@ class HowRun(Output):
     """Where and how far cases are run, what is printed, and which other files are written."""
 
     on: str | None = option(
-        None, "--on", metavar="RAY", callback=_place, help="run on a Ray cluster: ray or ray://HOST"
+        None, "--on", metavar="RAY", callback=_place, help="run on Ray: ray (local) or ray://HOST"
     )
     fail_fast: int | None = option(
         None, "--fail-fast", "--maxfail", metavar="N", min=1, help="stop when N cases have failed"
     )
-    first_failure: bool = option(False, "-x", help="stop at the first failure: --maxfail 1")
+    first_failure: bool = option(False, "-x", help="stop at the first failure (as --maxfail 1)")
     junit: Path | None = output_option("--junit", "also write JUnit XML to FILE")  # noqa: RUF009
-    dry_run: bool = option(
-        False, "--dry-run", "--collect-only", help="print the cases and run nothing"
-    )
+    dry_run: bool = option(False, "--dry-run", "--collect-only", help="only print the cases")
 
     @property
     def most_failures(self) -> int | None:
@@ -350,9 +352,7 @@ class Filters:
     backend: BackendOption = None
     world: World = None
     like: str = option(
-        *("", "--like"),
-        metavar="P",
-        help="let your class replace the systems that match this glob: same cases, same options",
+        "", "--like", metavar="P", help="run your class in the cases of systems that glob P matches"
     )
     expression: Expression = ""
     tier: Tier = "quick"

@@ -189,7 +189,7 @@ def prove(
     on = [USUAL] if backends is None else _several(backends)
     cases = expanded(along, on)
     if not cases:
-        raise SelectionError(Problem("no case is left", "give a world, a backend and a lane"))
+        raise SelectionError(Problem("worlds, backends or lanes is empty", "give one of each"))
     if depth not in ("", "family", "layout"):
         raise SelectionError(Problem("unknown depth", "write 'family' or 'layout'", repr(depth)))
     if type(jobs) is not int or jobs < 1:
@@ -288,7 +288,7 @@ class ProveCall:
         optimizer = self.optimizer
         name = optimizer if isinstance(optimizer, str) else optimizer.name
         if lane == "dyadic" and name == "adamw":
-            what = "lane dyadic has exact sums with plain SGD only"
+            what = "lane dyadic needs plain SGD: sums are not exact with AdamW"
             raise SelectionError(Problem(what, "choose optimizer='sgd', or other lanes", name))
         if not isinstance(optimizer, str):
             return {key: value for key, value in asdict(optimizer).items() if key != "clip_norm"}
@@ -399,8 +399,8 @@ def _refuse(value: object) -> None:
 
     :raises SelectionError: always.
     """
-    remedy = "give text, numbers, true or false, None, lists and mappings of these"
-    raise SelectionError(Problem("a scenario cannot hold this value", remedy, repr(value)))
+    remedy = "give text, numbers, booleans, None, or lists and mappings of these"
+    raise SelectionError(Problem("this value cannot be stored in a scenario", remedy, repr(value)))
 
 
 def _cases_of(scenario: Mapping[str, Any]) -> list[Case]:

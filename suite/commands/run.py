@@ -28,17 +28,17 @@ class Others:
 
     campaign: options.Campaign = None
     drawn: str | None = option(
-        None, "--case", metavar="ID", help="run one case of a campaign, given by its full id"
+        None, "--case", metavar="ID", help="run one random case (of a campaign), given its full id"
     )
     resume: bool = option(
         False, "--resume", help="continue the run in --results (default: the newest run)"
     )
     rerun_failed: bool = option(
         *(False, "--rerun-failed", "--last-failed", "--lf"),
-        help="run the failed cases of --results again (default: the newest run)",
+        help="run the failed cases of the run in --results again (default: the newest run)",
     )
     depth: Literal["family", "layout"] | None = option(
-        None, "--depth", help="family: judge bytes by general bounds; layout: by exact formulas"
+        None, "--depth", help="judge bytes by general bounds (family) or by exact formulas (layout)"
     )
 
     @property
@@ -70,24 +70,24 @@ def run(
     shardproof run --campaign 200 --seed 7              200 random cases
     shardproof run --campaign 50 --impl '*/fsdp*'       50 random cases of FSDP
     shardproof run --impl mine:MyDDP -x                 stop at the first failure
-    shardproof run --tier full --shard 2/4 --results part2   see `merge`
+    shardproof run --tier full --shard 2/4 --results part2   part 2 of 4: see `merge`
     shardproof run --tier full --on ray://HOST          on Ray, one task per case
-    shardproof run --resume                             after a kill or a full disk
-    shardproof run --resume --results results/RUN       this run, not the newest
+    shardproof run --resume                             continue the newest run, after Ctrl-C
+    shardproof run --resume --results results/RUN       continue the run in results/RUN
     shardproof run --last-failed --backend gloo         the failed cases of gloo
 
-    --resume and --rerun-failed run only cases that the earlier run had planned. Filters select
-    among these cases; any other case is refused.
+    --resume and --rerun-failed run only cases that the earlier run had planned. A filter selects
+    among these cases; a filter that matches none of them is refused.
 
-    To run one case, give its full id as SCENARIO or with -k. The folder results/RUN holds the
-    evidence: run.json, cases.jsonl, records/, report.html, junit.xml. `verify` judges it again.
+    To run one case, give its full id as SCENARIO or with -k. The evidence is in results/RUN:
+    run.json, cases.jsonl, records/, report.html, junit.xml. `verify` judges this evidence again.
 
     \b
     Exit codes: 0 all checks passed
                 1 a fail, unexpected pass, hang or crash
                 2 bad input
-                3 undecided: ranks were compared only with one another, the budget
-                  ran out, or the judge had an error; or nothing was judged
+                3 nothing was judged, or a case is undecided: its ranks were compared
+                  only with one another, the budget ran out, or the judge had an error
     """
     from shardproof.scenarios.load import run_by_a_wing
 
@@ -123,8 +123,8 @@ def _require_fitting(
             only = f"{clash} is only for a new run"
             raise SelectionError(Problem(only, f"leave it out: {what}", given[clash]))
     if others.resume and others.rerun_failed:
-        remedy = "give one: --resume runs what has no result, --rerun-failed the cases that failed"
-        raise SelectionError(Problem("--resume and --rerun-failed exclude each other", remedy))
+        remedy = "give one: --resume for cases without a result, --rerun-failed for failed cases"
+        raise SelectionError(Problem("--resume and --rerun-failed cannot be combined", remedy))
     for name in filters.scenarios or ():
         if (Path(name) / "run.json").is_file():
             remedy = f"write --results {name} with --resume or --rerun-failed"

@@ -142,7 +142,7 @@ def model_facts_in(facts: Facts) -> ModelFacts:
     :raises KeyError: numbers of no case.
     """
     if not isinstance(facts, CaseFacts):
-        raise KeyError("this formula needs the shapes of a case, but no case was given")
+        raise KeyError("this formula needs the tensor shapes of a case, but no case was given")
     return facts.model_facts
 
 

@@ -187,7 +187,7 @@ class TensorParallel(CostModel):
             return model.flow(facts, "tensor", "all_reduce", [sum(n for _, n in terms)])
         idle = next((t.name for t, _ in terms if not t.in_every_backward), None)
         if idle is not None:
-            raise model.NoCostModel(f"no traffic formula: {idle!r} is not used in every step")
+            raise model.NoCostModel(f"no traffic formula: not every backward pass uses {idle!r}")
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
 
     def norms(self) -> list[Flow]:

@@ -20,13 +20,13 @@ def doctor(
     """Check this machine for problems that break runs or make results wrong, and print remedies.
 
     Also says what connects GPUs and nodes (NVLink, InfiniBand), and which timeouts and settings of
-    torch and NCCL are in force.
+    torch and NCCL are in effect.
 
     \b
     shardproof doctor
-    shardproof doctor --cluster     for `cluster run`, deploy/slurm and `run --on ray`
+    shardproof doctor --cluster     also for `cluster run`, deploy/slurm and `run --on ray`
 
-    Exit code 0: ready; 3: a problem must be solved first.
+    Exit codes: 0 ready; 3 you must solve a problem first.
     """
     from shardproof.commands.supervision import RESULTS
     from shardproof.doctor.findings import examine

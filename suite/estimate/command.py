@@ -68,13 +68,15 @@ def _mesh(text: str) -> dict[str, int]:
 
 def estimate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="a name of --models, or a count such as 7.5b")
+        str, typer.Argument(metavar="MODEL", help="a name from --models, or a size such as 7.5b")
     ] = "",
     impl: Annotated[
         list[str] | None,
-        typer.Option("--impl", metavar="P", help="glob on implementations or strategies"),
+        typer.Option("--impl", metavar="P", help="names or globs of implementations or strategies"),
     ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="ranks")] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", min=1, help="number of GPUs, one per rank")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="M", help="memory of one GPU, such as 80GB")
     ] = None,
@@ -83,15 +85,15 @@ def estimate(
         typer.Option(
             "--mesh",
             metavar="A=N,...",
-            help="size of each axis; default of a data axis: --gpus divided by the other sizes",
+            help="size of each axis; a missing data axis gets --gpus divided by the other sizes",
         ),
     ] = "",
     accounting: Annotated[
-        str, typer.Option("--accounting", metavar="ID", help="A32, A16, M18, B8, S4 or P4")
+        str, typer.Option("--accounting", metavar="ID", help="one of A32, A16, M18, B8, S4, P4")
     ] = "A16",
     batch: Annotated[int, typer.Option("--batch", min=1, help="samples in a micro-batch")] = 1,
     seq: Annotated[
-        int, typer.Option("--seq", min=0, help="sequence length in tokens (0: that of the model)")
+        int, typer.Option("--seq", min=0, help="sequence length in tokens (0: the model's own)")
     ] = 0,
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", min=1, help="micro-batches of each rank in a step")
@@ -104,25 +106,23 @@ def estimate(
     ] = "none",
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", metavar="K=V", help="option of --impl, e.g. offload=optimizer"),
+        typer.Option("--option", metavar="K=V", help="set an option of --impl: offload=optimizer"),
     ] = None,
     models: Annotated[bool, typer.Option("--models", help="list the models and exit")] = False,
 ) -> None:
-    """Compute how many bytes each rank holds and sends in a step, by closed formulas; nothing runs.
+    """Compute the bytes that a rank holds and sends in a step, from formulas, without training.
 
     \b
     shardproof estimate 7b --gpus 64 --memory 80GB
     shardproof estimate llama3-70b --impl reference/zero3 --gpus 64 --accounting M18
     shardproof estimate 13b --impl hybrid --mesh tensor=4,pipe=2 --gpus 64 --micro-batches 8
     shardproof estimate 7b --impl fsdp --gpus 8 --recompute 1 --option offload=parameters
-    shardproof estimate 7.5b --gpus 64     a count instead of a model: without activations
+    shardproof estimate 7.5b --gpus 64     a size, not a model: activations are not estimated
     shardproof estimate --models
 
-    In `shardproof run`, the checks `memory` and `traffic` compare measured bytes with the same
-    formulas, tolerance 0. A GB is 10^9 bytes; memory is that of the fullest rank (the rank that
-    holds most). --accounting says how many bytes each parameter needs, and for what. A16 and A32
-    both need 16 bytes, but split them differently between parameter, gradient and optimizer state
-    (docs/estimate.md).
+    The checks `memory` and `traffic` compare measured bytes with the same formulas, tolerance 0. A
+    GB is 10^9 bytes; memory is that of the rank that holds the most bytes. --accounting sets the
+    bytes per parameter for parameter, gradient and optimizer state (docs/estimate.md).
     """
     from shardproof.estimate import shapes
 
@@ -201,7 +201,7 @@ def _each(
     if len({*map(str, left_out.values())}) == 1 and not found:
         raise next(iter(left_out.values()))
     if not found:
-        remedy = "choose a strategy with --impl, which says what does not fit"
+        remedy = "name one strategy with --impl to see why it does not fit"
         raise SelectionError(Problem("no strategy fits this mesh and these options", remedy))
     return found, [*left_out]
 

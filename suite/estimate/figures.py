@@ -173,8 +173,8 @@ def of_shape(
         units = [activations.Unit(*one)] * shape.layers
         kept = kept_of(facts, units, activations.of_ends(shape, batch, how), recompute)
     elif facts.parts("widths") * facts.parts("layers") > 1 or recompute != activations.NONE:
-        what = f"{shape.name} is a size: it has no layers that can be split or computed again"
-        raise SelectionError(Problem(what, "name a model, e.g. 7b", shape.name))
+        what = f"{shape.name} is only a parameter count: it has no layers to split or recompute"
+        raise SelectionError(Problem(what, "name a model from --models, e.g. 7b", shape.name))
     found = estimated(facts, shape.name, strategy, accounting, kept, implementation)
     about = f"{shape.layers} layers of width {shape.hidden:,}, {tokens:,} positions a micro-batch"
     if not shape.layers:

@@ -40,7 +40,7 @@ def strategy_of(implementation: str, options: Mapping[str, Any] | None = None) -
         if f"reference/{name}" in registry.names():
             remedy = f"did you mean reference/{name}?"
         if implementation in registry.names():
-            remedy = f"choose a system that has some, e.g. {strategies.REPLICATION}"
+            remedy = f"choose a system with formulas, e.g. {strategies.REPLICATION}"
         raise SelectionError(Problem("this system has no formulas", remedy, implementation))
     asked = implementation if name != implementation else f"reference/{name}"
     if options and (name != implementation or asked in registry.names()):
@@ -177,7 +177,7 @@ def _described(
     named = dict(model.named_parameters())
     if lazy := [n for n, p in named.items() if isinstance(p, nn.UninitializedParameter)]:
         what = f"parameter {lazy[0]} has no shape yet"
-        raise SelectionError(Problem(what, "call the model once, so that lazy layers are made"))
+        raise SelectionError(Problem(what, "call the model once to initialize its lazy layers"))
     if odd := [(n, p.dtype) for n, p in named.items() if _dtype(p) not in ITEMSIZE]:
         what = f"no formula covers parameter {odd[0][0]!r}, of {odd[0][1]}"
         raise SelectionError(Problem(what, f"convert it to one of: {', '.join(ITEMSIZE)}"))

@@ -124,7 +124,7 @@ def model(name: str) -> Shape:
     if (count := _COUNT.match(name)) and name.lower() not in models():
         size = float(count[1]) * 10 ** _POWERS[count[2].lower()]
         if not 0.5 <= size <= _MOST_PARAMETERS:
-            raise SelectionError(Problem("no model has so many parameters", "write 7.5b", name))
+            raise SelectionError(Problem("parameter count out of range", "write e.g. 7.5b", name))
         alike = (s for s in models().values() if s.rounded and s.parameters == round(size))
         return next(alike, Shape(name, parameters=round(size)))
     if name[:1].isdigit() and not get_close_matches(name.lower(), models(), 1):

@@ -27,8 +27,8 @@ def explain(
 ) -> None:
     """Explain a case, a check or a verdict, and what to do next.
 
-    For a case, prints its training, its checks, the command that runs it, and its verdict in the
-    newest run.
+    For a case, prints how the case trains, its checks, the command that runs the case, and its
+    verdict in the newest run.
 
     \b
     shardproof explain hang
@@ -45,7 +45,7 @@ def explain(
         lines = iter((f"check {name}", *checks.explanation(name).splitlines()))
     else:
         remedy = nearest(name, (*verdicts.VERDICTS, *checks.CHECKS), "verdicts and checks")
-        remedy += "; `shardproof list scenarios` and `shardproof list impls` show the rest"
+        remedy += "; `shardproof list scenarios` and `shardproof list impls` show other names"
         raise SelectionError(Problem("this is not a case, check or verdict", remedy, name))
     for line in lines:
         echo(line)

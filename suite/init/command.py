@@ -61,7 +61,7 @@ def init(
         typer.Option(
             "--install",
             metavar="REQ",
-            help="what CI gives to pip install (default: Shardproof as installed here)",
+            help="requirement that CI installs with pip (default: Shardproof as installed here)",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace existing files")] = False,
@@ -71,10 +71,10 @@ def init(
 
     Adds a line to .gitignore, so that runs (results/) stay out of the repository.
 
-    Runs the scenario once (8 cases, under a minute) and stores the results as the baseline. Exit
-    codes are those of `run`. If the exit code is 2 or 130 (Ctrl-C), nothing is written. If no case
-    passes (code 1, or 3 if nothing was decided), there is no baseline to store. Then only the
-    scenario is written, so that you can run it again.
+    Runs the scenario once (8 cases, under a minute) and stores the results as the baseline. The
+    exit codes are those of `run`. If the exit code is 2 or 130 (Ctrl-C), nothing is written. If no
+    case passes (exit code 1 or 3), there is no baseline to store, and only the scenario is written.
+    You can then run the scenario again.
 
     \b
     shardproof init my_package.module:MyStrategy

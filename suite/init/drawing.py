@@ -164,5 +164,5 @@ def write(run: Run, folder: Path) -> list[str]:
                 path.unlink()
     except OSError as error:
         why = f"badges cannot be written: {error.strerror or error}"
-        raise SelectionError(Problem(why, "name a folder by --output", str(folder))) from None
+        raise SelectionError(Problem(why, "name another --output", str(folder))) from None
     return sorted(texts)

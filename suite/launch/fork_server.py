@@ -202,7 +202,7 @@ class ForkServer:
         """
         module, name = task.__module__, task.__qualname__
         if module == "__main__" or getattr(sys.modules.get(module), name, None) is not task:
-            what = f"a leader cannot import {module}.{name}"
+            what = f"other processes cannot import {module}.{name}"
             raise ValueError(f"{what}: a task must be a function at the top level of a module")
         self._tickets += 1
         self._send(Fork(self._tickets, pickle.dumps((task, payload)), value, group))

@@ -147,7 +147,7 @@ def bits_per_second(text: str) -> int:
     found = re.fullmatch(r"(\d{1,5})(mbit|gbit)", text.lower())
     rate = int(found[1]) * _UNITS[found[2]] if found else 0
     if not 0 < rate <= _MOST_RATE:
-        raise ValueError(f"{text!r} is not a rate between 1mbit and 10gbit, such as 100mbit")
+        raise ValueError(f"{text!r} is not a rate between 1mbit and 10gbit: write e.g. 100mbit")
     return rate
 
 

@@ -95,7 +95,7 @@ class RankOutcome(Stored):
         try:
             return from_others(cls, json.loads(read_input(file)))
         except DAMAGE as error:
-            raise ValueError(f"the file does not hold the result of a rank: {error}") from error
+            raise ValueError(f"the file is not a valid rank result: {error}") from error
 
     def sentence(self) -> str:
         """One line: ``rank 2 raised ValueError: ...``."""

@@ -71,13 +71,13 @@ def lacking(
     room, limit = os.statvfs(base), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     work = "a case" if tasks == 1 else f"{tasks} cases at once"
     free = room.f_bavail * room.f_frsize + used[0]
-    fewer = ", or run fewer at once (-j 1)" if tasks > 1 else ""
+    fewer = ", or run fewer cases at once (-j 1)" if tasks > 1 else ""
     if free < needed:
         what = f"{base} has {free >> 20:,} MiB free, but {work} may need {-(-needed >> 20):,} MiB"
-        return Problem(what, f"free space, or enlarge it (in containers: --shm-size 1g){fewer}")
+        return Problem(what, f"delete files there or enlarge {base} (Docker: --shm-size 1g){fewer}")
     if room.f_files and room.f_favail + used[1] < files:
         what = f"{base} has room for {room.f_favail:,} files, but {work} may need {files:,}"
-        return Problem(what, f"remove files, or mount it with more inodes (nr_inodes){fewer}")
+        return Problem(what, f"delete files there or give {base} more inodes (nr_inodes){fewer}")
     if resource.RLIM_INFINITY != limit < TASK_BYTES:
         what = f"files are limited to {limit / 2**20:.1f} MiB, but a case may write one of"
         return Problem(f"{what} {TASK_BYTES >> 20} MiB", "run `ulimit -f unlimited`")

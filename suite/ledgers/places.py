@@ -28,7 +28,7 @@ def sent_across(call: LoggedCall, rank: int, nodes: Sequence[int]) -> Fraction |
     """
     if call.operation == "send":
         if call.peer is None:
-            raise ValueError("a message has no receiver")
+            raise ValueError("a send call has no receiver")
         return call.logical_bytes * (nodes[call.peer] != nodes[rank])
     share = _share(call.operation, call.group, nodes)
     return None if share is None else call.logical_bytes * share

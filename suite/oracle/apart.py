@@ -69,7 +69,7 @@ def load_or_train(
     try:
         file = _trainers[-1].do(shared, *given)
     except (NoAnswer, Raised) as error:
-        raise RuntimeError(f"the oracle could not be trained: {error!r}") from None
+        raise RuntimeError(f"the reference run failed: {error!r}") from None
     return Truth.from_dict(tensor_bytes.load(Path(file)))
 
 
@@ -107,7 +107,7 @@ def trained(case: Case, train: Callable[[], Truth]) -> Truth:
         answer = pickle.loads(ours.recv_bytes())
     except (EOFError, OSError):
         child.join()
-        raise RuntimeError(f"the oracle's process ended with exit code {child.exitcode}") from None
+        raise RuntimeError(f"the reference run ended with exit code {child.exitcode}") from None
     child.join()
     if isinstance(answer, BaseException):
         raise answer

@@ -140,7 +140,7 @@ def load_mutant(name: str) -> Mutant:
         if declared is not None and declared.name == short:
             _checked(full, declared.implementation)
             return cast("Mutant", declared)
-    raise BrokenImplementation(full, f"is declared, but not defined, in {module.__name__}")
+    raise BrokenImplementation(full, f"is declared in {module.__name__}, but no class defines it")
 
 
 def _root() -> Path:

@@ -172,7 +172,7 @@ def number(system: object, method: str, value: Any) -> float | None:
     wanted = "a Tensor of one number, or None"
     asked(system, method, value, (Tensor, float, int, type(None)), wanted)
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
-        raise broken(system, method, f"a {value.dtype} of shape {list(value.shape)}", wanted)
+        raise broken(system, method, f"a {value.dtype} tensor of shape {list(value.shape)}", wanted)
     if value is None:
         return None
     return float(value) if math.isfinite(float(value)) else math.nan
@@ -213,7 +213,7 @@ def extra(system: Implementation, value: Any) -> dict[str, Any]:
         return dict(json.loads(json.dumps(dict(value))))
     except (TypeError, ValueError) as error:
         raise broken(
-            system, "load(path)", f"a value that JSON cannot hold ({error})", wanted
+            system, "load(path)", f"a value that JSON cannot store ({error})", wanted
         ) from None
 
 

@@ -106,7 +106,7 @@ def _stand_in(informant: Informant, path: str) -> type[Implementation]:
     try:
         about = from_others(About, informant.do(about_class, path))
         if not about.strategy and not about.broken:
-            raise TypeError("the class has no strategy")
+            raise TypeError("the class does not define strategy")
     except NoAnswer as error:
         why = f"cannot be imported: the process that imports it {error}"
         raise registry.BrokenImplementation(path, why) from None
@@ -142,8 +142,8 @@ class StandIn(Implementation):
                 raise kind(str(error)) from None
             raise
         except NoAnswer as error:
-            what = f"{cls.__name__}: the process that imports it {error}"
-            raise BrokenContract(f"{what} when it was asked for {function.__name__}") from None
+            what = f"{cls.__name__}.{function.__name__}: the process that imports the class"
+            raise BrokenContract(f"{what} {error}") from None
 
     @classmethod
     def ask_plain(cls, kind: Any, function: Callable[..., Any], *given: Any) -> Any:
@@ -161,8 +161,8 @@ class StandIn(Implementation):
         told = cls.ask_plain(dict[str, Any], declared, dict(options))
         forms = {field.name: type(field.default) for field in dataclasses.fields(Capabilities)}
         if told.keys() != forms.keys():
-            fields = f"{', '.join(sorted(told))!r:.200}"
-            raise BrokenContract(f"{cls.__name__} declares the wrong fields: {fields}")
+            came = f"{', '.join(sorted(told))!r:.200}"
+            raise BrokenContract(f"{cls.__name__} declares {came}, not the fields of Capabilities")
         listed = {name: form for name, form in forms.items() if isinstance(told[name], list)}
         several = {name: form(told[name]) for name, form in listed.items() if form in _SEVERAL}
         return Capabilities(**told | several)

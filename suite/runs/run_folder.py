@@ -189,7 +189,7 @@ def make_folder(root: Path, kind: str = "") -> Path:
         with contextlib.suppress(FileExistsError):
             (root / f"{name}{suffix}").mkdir(parents=True)
             return root / f"{name}{suffix}"
-    raise FileExistsError(f"{root / name}: 1,000 run folders with this date and time already exist")
+    raise FileExistsError(f"{root / name} and {name}-2 to -999 already exist: start the run again")
 
 
 class RunFolder:
@@ -474,7 +474,7 @@ def require_run_or_new(path: Path) -> None:
     ours = {LINES, Manifest.NAME}  # all that a disk had room for
     if path.is_dir() and not (path / NAME).exists() and {p.name for p in path.iterdir()} - ours:
         remedy = "name the folder of a run, a new folder or an empty one"
-        raise SelectionError(Problem("is neither a run nor empty", remedy, file=str(path)))
+        raise SelectionError(Problem("holds files, but no run.json", remedy, file=str(path)))
 
 
 def comparison_key(cases: Sequence[Case]) -> ComparisonKey:
@@ -549,7 +549,7 @@ def _keep_in(run: Run, kind: LineKind | None) -> Callable[[Line], None]:
     def keep(line: Line) -> None:
         for name in ("id", "verdict") if kind is not None else ():
             if not isinstance(line[name], str):
-                raise TypeError(f"{name} must be a text, not {line[name]!r:.80}")
+                raise TypeError(f"{name} must be a string, not {line[name]!r:.80}")
         run.others.setdefault(line["kind"], []).append(line)
 
     return keep
@@ -566,7 +566,7 @@ def find_run(name: str | None, root: Path = Path("results")) -> Path:
     if name is None:
         runs = [path.parent for path in root.glob("*/run.json")]
         if not runs:
-            raise SelectionError(Problem("no run yet", "make one by `shardproof run`", str(root)))
+            raise SelectionError(Problem("no run yet", "start one: `shardproof run`", str(root)))
         return max(runs, key=lambda path: (path / "run.json").stat().st_mtime)
     for path in (Path(name), root / name):
         if (path / "run.json").is_file():

@@ -105,7 +105,7 @@ def run_by_a_wing(arguments: Sequence[str]) -> Callable[[Any, Any], int] | None:
 
 def _not_judged(path: Path, what: str, kind: FileKind) -> Problem:
     shown = _shown(path)
-    return Problem(f"{what}: it is {kind.done}, not judged", f"run `{kind.command} {shown}`", shown)
+    return Problem(f"{what} must be run separately", f"run `{kind.command} {shown}`", shown)
 
 
 def load_text(text: str, file: str = "<text>") -> ScenarioFile:
@@ -159,7 +159,7 @@ def find(arguments: Sequence[str] = (), folder: Path | None = None) -> list[Scen
             paths.setdefault(path.resolve(), None)
     if not paths:
         named = " ".join(arguments) or str(root / USUAL[0])
-        raise SelectionError(Problem("there are no scenario files", "name a file or folder", named))
+        raise SelectionError(Problem("no scenario file", "name a file or another folder", named))
     return load_all(paths)
 
 
@@ -220,7 +220,7 @@ def _judged_in(folder: Path) -> list[Path]:
     files = _files_below(folder)
     if not files and (others := files_of_wings(folder)):
         kind = next(iter(others.values()))
-        raise SelectionError(_not_judged(folder, f"a folder of {kind.done} scenarios", kind))
+        raise SelectionError(_not_judged(folder, f"a folder of {kind.name} scenarios", kind))
     return files
 
 

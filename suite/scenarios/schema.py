@@ -168,7 +168,7 @@ class MemoryExpect(Model):
     @model_validator(mode="after")
     def _asks(self) -> MemoryExpect:
         if not self.model_dump(exclude={"within"}, exclude_none=True):
-            raise ValueError("no figure is named: add one, e.g. `ratio: zero1.memory_ratio`")
+            raise ValueError("no expected value given: add one, e.g. `ratio: zero1.memory_ratio`")
         return self
 
 
@@ -215,7 +215,7 @@ class Group(Model):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"not a regular expression of Python: {error}") from None
+            raise ValueError(f"not a valid Python regular expression: {error}") from None
         return pattern
 
 
@@ -476,7 +476,7 @@ class Scenario(Model):
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
         if len({*self.checks}) != len(self.checks):
-            raise ValueError("a check is named twice under checks")
+            raise ValueError("checks lists a check twice: remove the duplicate")
         return self
 
 

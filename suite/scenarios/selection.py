@@ -154,11 +154,11 @@ class Selection:
                     raise SelectionError(problem) from None
                 named = substitute(self._alike(cases, known), pattern, bool(self.like))
             if not named:
-                remedy = nearest(pattern, known, "implementations")
-                raise SelectionError(Problem("--impl matches no system here", remedy, pattern))
+                remedy = nearest(pattern, known, "implementations in these scenarios")
+                raise SelectionError(Problem("--impl matches no implementation", remedy, pattern))
             if self.like and named[0] in cases:
-                remedy = "leave --like out: these systems have cases of their own"
-                raise SelectionError(Problem("--like is for classes of your own", remedy, pattern))
+                remedy = "leave --like out: the scenarios list this implementation"
+                raise SelectionError(Problem("--like needs a class of your own", remedy, pattern))
             chosen += [case for case in named if case not in chosen]
         return chosen
 

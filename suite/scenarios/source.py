@@ -100,7 +100,7 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
     if len(raw) > MAX_BYTES:
         raise refuse("file is larger than 1 MiB", "split the file, or shorten it")
     if b"\0" in raw:
-        raise refuse("binary file", f"a {noun} is YAML text in UTF-8")
+        raise refuse("binary file", "name a YAML text file in UTF-8")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -175,7 +175,7 @@ class _Reader:
                 raise self.error(
                     line,
                     "YAML tags are not allowed",
-                    f"remove it: a {self.noun} holds plain data only",
+                    f"remove the tag: a {self.noun} has plain values only",
                     shown,
                 )
             if isinstance(event, yaml.AliasEvent):

@@ -86,7 +86,7 @@ class Training:
         roles: Mapping[str, Role] | None = None,
     ) -> None:
         if not callable(loss):
-            raise ValueError(f"loss {loss!r:.60} is not a function: give loss(outputs, targets)")
+            raise ValueError(f"loss = {loss!r:.60}: give a function of (outputs, targets)")
         if isinstance(loss, type):
             raise ValueError(f"loss {loss.__name__} is a class: write {loss.__name__}()")
         self._model = UserModel(model, loss, units=units, stages=stages, roles=roles)
@@ -377,8 +377,8 @@ def require_values(name: str, model: UserModel) -> None:
     """
     if model.is_meta and not getattr(registry.load(name), "materializes", False):
         raise ValueError(
-            f"the model is on the device meta, but {name} needs its values: build it on CPU or "
-            "GPU, or choose a strategy that initializes the model unit by unit (zero3, fsdp)"
+            f"the model is on the device meta, but {name} needs parameter values: build the model "
+            "on CPU or GPU, or choose a strategy that initializes units one by one (zero3, fsdp)"
         )
 
 
@@ -390,7 +390,7 @@ def require_buffers(name: str, capabilities: Capabilities, model: UserModel) -> 
     buffers = dict(model.model.named_buffers())
     if capabilities.buffers == "none" and buffers:
         raise ValueError(
-            f"{name} cannot return the buffers of the model, e.g. {next(iter(buffers))!r}: choose "
+            f"{name} does not return trained buffers such as {next(iter(buffers))!r}: choose "
             "another strategy, or use layers without running statistics, such as GroupNorm"
         )
 

@@ -157,7 +157,7 @@ class Wrapped:
             self._in_step.close()
             self._memory = None
         if not memory.stats["peak"]:
-            raise ValueError("the block of measured() must run forward, backward and step()")
+            raise ValueError("measured() saw no step: run forward, backward, step() in its block")
         self._peak = memory.stats["peak"]
 
     def memory_stats(self) -> dict[str, Bytes]:

@@ -40,7 +40,7 @@ class UserModel:
         in_place: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ValueError(f"model {model!r:.60} is not an nn.Module: give an instance of one")
+            raise ValueError(f"model {model!r:.60} is not an instance of nn.Module")
         if isinstance(model, nn.parallel.DistributedDataParallel) or any(
             hasattr(parameter, "device_mesh") for parameter in model.parameters()
         ):
@@ -50,8 +50,8 @@ class UserModel:
             )
         if isinstance(units, str) or len({*units} - {""}) < len(units):
             raise ValueError(
-                f"units = {units!r:.60}: give a list of different names of modules within the "
-                "model, e.g. ['blocks.0', 'blocks.1']; model.named_modules() has all names"
+                f"units = {units!r:.60}: give a list of module names without duplicates, "
+                "e.g. ['blocks.0', 'blocks.1']; model.named_modules() lists all names"
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
@@ -62,8 +62,8 @@ class UserModel:
             n for n, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)
         ]:
             raise ValueError(
-                f"parameter {lazy[0]!r} of the model has no shape yet: call the model once, so "
-                "that its lazy layers are made, before you pass it"
+                f"parameter {lazy[0]!r} of the model has no shape yet: call the model once with "
+                "an input batch to initialize its lazy layers"
             )
         self.model, self._loss, self._in_place = model, loss, in_place
         self._shapes: dict[str, torch.Size] = {}
@@ -142,8 +142,8 @@ class UserModel:
             raise ValueError(f"loss(outputs, targets) returned {value!r:.60}, expected a tensor")
         if torch.is_grad_enabled() and not value.requires_grad:
             raise ValueError(
-                "loss(outputs, targets) returned a tensor without a gradient: compute it from "
-                "outputs, without detach(), item() or torch.no_grad()"
+                "loss(outputs, targets) returned a tensor that requires no gradient: compute the "
+                "loss from outputs, without detach(), item() or torch.no_grad()"
             )
         if value.dim() == 0:
             return value * micro.weights.sum()

@@ -108,8 +108,8 @@ class RankTraining:
                 first = self.load()
                 if first > steps:
                     raise ValueError(
-                        f"steps = {steps}, but the checkpoint in {self.saved} already has {first} "
-                        "steps: give a larger number (it counts the steps of earlier runs too), "
+                        f"steps = {steps}, but the checkpoint in {self.saved} was saved after "
+                        f"{first} steps: give more than {first} (steps of earlier runs count too), "
                         "or name a new folder"
                     )
                 dtype = next(iter(plan.model.model.parameters())).dtype
@@ -125,7 +125,7 @@ class RankTraining:
                     if batch is None:
                         raise ValueError(
                             f"the data ended after {step} of {steps} steps: give a DataLoader or a "
-                            "list (both can begin again), or ask for fewer steps"
+                            "list (both are read again from the start), or reduce steps"
                         )
                     with memory.step(step):
                         result = self.system.step(batch, partial(memory.observe, self.system))
@@ -168,8 +168,8 @@ class RankTraining:
         data = self.system.load(saves.folder).get("data", {})
         if "step" not in data:
             raise ValueError(
-                f"{saves.folder} holds a checkpoint that Training did not save, so the position in "
-                "the data is unknown: name a new folder, or load it with shardproof.wrap"
+                f"{saves.folder} holds a checkpoint that Training did not save, so the data "
+                "position is unknown: name a new folder, or load this checkpoint by shardproof.wrap"
             )
         step: int = data["step"]
         self.saved = saves.folder

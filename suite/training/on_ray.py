@@ -108,7 +108,7 @@ def _cluster(where: str, world: int) -> Iterator[Any]:
     try:
         ray.init(address, **how)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        remedy = "start it with `ray start --head`, or use Ray's own token on both sides"
+        remedy = "start a cluster with `ray start --head`, or set the same Ray token on both sides"
         raise LaunchError(Problem(f"no Ray cluster answers: {error}", remedy, where)) from None
     try:
         yield ray
@@ -127,7 +127,7 @@ def _room(ray: Any, world: int, on_gpu: bool) -> Iterator[Any]:
         except ray.exceptions.GetTimeoutError:
             has = {name: ray.cluster_resources().get(name, 0.0) for name in share}
             what = f"the Ray cluster has {has}, but each of the {world} ranks needs {share}"
-            raise LaunchError(Problem(what, "take fewer ranks, or see `ray status`")) from None
+            raise LaunchError(Problem(what, "use fewer ranks, or see `ray status`")) from None
         yield place
     finally:
         ray.util.remove_placement_group(place)

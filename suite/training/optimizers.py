@@ -147,8 +147,8 @@ def _rate_and_schedule(
         return lr, None
     if warmup:
         raise ValueError(
-            f"warmup = {warmup} with a function as lr: the function gives the rate of every step, "
-            "so leave warmup out and let the function warm up"
+            f"warmup = {warmup} cannot be combined with a function as lr: leave warmup out, and "
+            "include the warmup in the function"
         )
     try:
         _rate(lr, 0)
@@ -197,7 +197,7 @@ def _kind(optimizer: str | type[torch.optim.Optimizer]) -> type[torch.optim.Opti
         return known[optimizer.lower()]
     if isinstance(optimizer, str):
         remedy = nearest(optimizer, known, "valid")
-        raise ValueError(f"unknown optimizer {optimizer!r}; {remedy}, or give a class")
+        raise ValueError(f"unknown optimizer {optimizer!r}: give a class or a name ({remedy})")
     raise ValueError(
         f"optimizer {optimizer!r:.60} is an object, expected a name or a class, from which the "
         "strategy makes its own optimizer; write e.g. optimizer(torch.optim.AdamW, lr=...)"
@@ -222,8 +222,8 @@ def require_element_wise(given: OptimizerSpec) -> None:
         ) from error
     if not torch.equal(whole, parts):
         raise ValueError(
-            f"optimizer {name} cannot be used with sharded state: it is not element-wise (two "
-            f"halves of a matrix get other updates than the whole matrix); {remedy}"
+            f"optimizer {name} cannot be used with sharded state: it is not element-wise (it "
+            f"updates two halves of a matrix differently from the whole matrix); {remedy}"
         )
 
 

@@ -48,13 +48,13 @@ def run(backend: Backend, world: int, program: Program, timeout: float) -> list[
     """
     if backend.mpirun:
         remedy = f"start the script by mpirun: mpirun -n {world} python {sys.argv[0] or 'train.py'}"
-        raise LaunchError(Problem("this backend gets its ranks from mpirun", remedy, backend.name))
+        raise LaunchError(Problem("this backend needs mpirun", remedy, backend.name))
     if backend.threads:
         return in_threads(backend, world, program, timeout)
     if backend.device != "cpu" and torch.cuda.is_initialized():
         remedy = f"use torchrun: torchrun --nproc-per-node {world} {sys.argv[0] or 'train.py'}"
         raise LaunchError(
-            Problem("this process uses the GPU already, so it cannot fork ranks", remedy)
+            Problem("this process already uses the GPU, so it cannot fork ranks", remedy)
         )
     return in_processes(backend, world, program, timeout)
 

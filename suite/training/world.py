@@ -179,7 +179,7 @@ def require_axes(axes: Mapping[str, int]) -> None:
             raise ValueError(f"mesh: unknown axis {axis!r}; {nearest(axis, names(), 'valid')}")
         if type(ranks) is not int or ranks < 1:
             raise ValueError(
-                f"mesh: axis {axis!r} = {ranks!r} is not a number of ranks: give 1, 2 ..."
+                f"mesh: axis {axis!r} = {ranks!r}: give a whole number of ranks, at least 1"
             )
 
 
@@ -249,7 +249,7 @@ def _meeting(timeout: float) -> tuple[int, int, dist.Store]:
     else:
         return 0, 1, dist.HashStore()
     if own >= world:
-        remedy = f"set {size} to the number of ranks of all nodes, and {rank} from 0"
+        remedy = f"set {size} to the number of ranks on all nodes, and number {rank} from 0"
         raise LaunchError(
             Problem(f"{rank}={own} with {size}={world}: ranks are 0 to {world - 1}", remedy)
         )

@@ -57,10 +57,10 @@ class Watched:
         typer.Option(
             "--replicas",
             metavar="SETS",
-            help="sets of ranks that hold the same parameters: all; a number R (each R consecutive "
-            "ranks are a set); the sets, such as 0,2/1,3; or the mesh, such as "
-            "replicate=2,tensor=2 (ranks that differ only along replicate or context are a set) "
-            "[default: read from the script's wrappers and meshes, else all]",
+            help="sets of ranks that hold the same parameters. Write all (one set), a number R "
+            "(each R consecutive ranks are a set), the sets (0,2/1,3) or the mesh (replicate=2,"
+            "tensor=2: ranks that differ only along replicate or context are a set) [default: from "
+            "the script's wrappers and meshes; all ranks, if the script has none]",
         ),
     ] = ""
     every: Annotated[
@@ -69,7 +69,7 @@ class Watched:
             "--every",
             metavar="K",
             min=1,
-            help="compare every K-th step (default: chosen to cost at most 2.5 %)",
+            help="compare every K-th step (default: K is chosen to cost at most 2.5 % of the time)",
         ),
     ] = None
     standstill: Annotated[
@@ -78,9 +78,9 @@ class Watched:
             "--standstill",
             metavar="S",
             min=1,
-            help="stop all ranks after S seconds without progress (no rank computes, enters or "
-            "leaves a collective), or after 10 seconds if S is greater and every rank waits for "
-            "another one, in collectives or in backward()",
+            help="stop all ranks after S seconds in which no rank computes, enters or leaves a "
+            "collective. If every rank waits for another one (in a collective or in backward()), "
+            "the limit is 10 seconds, or S if S is smaller",
         ),
     ] = 60.0
     results: Annotated[
@@ -95,7 +95,7 @@ class Watched:
     judge: Annotated[
         Path | None,
         typer.Option(
-            "--judge", metavar="FOLDER", help="start nothing; judge the records in FOLDER"
+            "--judge", metavar="FOLDER", help="judge the records of an earlier run in FOLDER"
         ),
     ] = None
 
@@ -138,7 +138,7 @@ def watch(
     shardproof watch train.py --nproc 4
     shardproof watch train.py --nproc 4 -- --epochs 3 --lr 0.1   script arguments
     shardproof watch train.py --nproc 8 --replicas 0-3/4-7       two replica sets
-    shardproof watch --judge results/20260102-030405-watch       judge it again
+    shardproof watch --judge results/20260102-030405-watch       judge an earlier run again
 
     To use your own torchrun, on one machine or many, put `import shardproof.watch` on the first
     line of the script, or run `torchrun --nproc-per-node 4 -m shardproof.watch train.py`.
@@ -147,25 +147,25 @@ def watch(
     Finds:
     - parameters that differ between ranks at the start
     - gradients, optimizer state and parameters that differ at a step (checksums of
-      their bits at steps 1 to 3, then at every K-th step, and at the end)
+      their bits at steps 1 to 3, then at every K-th step (--every K), and at the end)
     - learning rates and other hyperparameters that differ between ranks
     - values that are not finite
     - collectives whose order or shape differs between ranks
     - numbers of steps that differ between ranks
-    - ranks that die, stop or wait forever, with the line of the script
+    - ranks that die, stop or wait forever, and the script line where each rank is
     Also reports bytes by operation, memory by kind of tensor, and what `watch` could not see.
 
     `watch` only compares ranks with one another; there is no reference run. It does not find a
     mistake that is the same on all ranks, or a rank that reads the wrong samples
-    (DistributedSampler, set_epoch). K is chosen so that comparing costs at most 2.5 % of a step.
-    docs/watch.md has the details.
+    (DistributedSampler, set_epoch). Without --every, K is chosen so that comparisons cost at most
+    2.5 % of the time. docs/watch.md has the details.
 
     \b
     Exit codes: 0 all compared values are equal
                 1 a fault, a crash or a hang
                 2 bad input
-                3 nothing was compared, or an optimizer made its last steps
-                  without a comparison after them
+                3 undecided: nothing was compared, the last steps of an optimizer
+                  were not compared, or ranks may hold different parts of a model
               130 Ctrl-C
     """
     raise typer.Exit(_judged(how.judge, script) if how.judge is not None else _run(script, how))
@@ -178,7 +178,7 @@ def _judged(folder: Path, script: list[str] | None) -> int:
         raise SelectionError(Problem("--judge takes no script", remedy, script[0]))
     if not folder.is_dir():
         raise SelectionError(
-            Problem("no such folder", "name a folder that watch wrote", str(folder))
+            Problem("no such folder", "name a folder that `shardproof watch` wrote", str(folder))
         )
     return _shown(folder)
 
@@ -226,7 +226,7 @@ def _new(results: Path | None) -> Path:
             raise SelectionError(Problem("--results: the folder is not empty", remedy, str(folder)))
     except OSError as error:
         what = f"--results: {error.strerror}"
-        raise SelectionError(Problem(what, "name a folder to write into", str(folder))) from None
+        raise SelectionError(Problem(what, "name a writable folder", str(folder))) from None
     return folder
 
 

@@ -98,7 +98,7 @@ class Pending:
         while not self.work.is_completed():
             now = time.monotonic()
             if now - began > self.exchange.seconds:
-                raise BrokenExchange(f"not all ranks arrived in {self.exchange.seconds:.0f} s")
+                raise BrokenExchange(f"a rank did not join within {self.exchange.seconds:.0f} s")
             if now - looked > _EVIDENCE_SECONDS:
                 looked, before, why = now, why, self.exchange.is_awaited()
                 looks = looks + 1 if why and why == before else 1

@@ -32,12 +32,12 @@ class _Plain(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(
-            f"the file refers to {module}.{name}; only plain values can be read"
+            f"the pickle contains {module}.{name}, expected only numbers, strings and containers"
         )
 
     def persistent_load(self, given: Any) -> NoReturn:
         raise pickle.UnpicklingError(
-            "the file refers to an object that is stored elsewhere; only plain values can be read"
+            "the pickle contains a persistent ID, expected only numbers, strings and containers"
         )
 
 
@@ -71,7 +71,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         plain = json.loads(data) if data[:1] == b"{" else read_pickle(data, _Plain)
         entries = plain["entries"]
         if not all(isinstance(entry["profiling_name"], str) for entry in entries):
-            raise ValueError("a call in the file has no name")
+            raise ValueError("an entry has no string profiling_name")
     except Exception as error:  # what a damaged pickle raises is of any kind
         raise ValueError(f"{path}: this is not a dump of the Flight Recorder: {error}") from error
     return dict(plain)

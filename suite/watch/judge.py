@@ -168,7 +168,7 @@ def judge(folder: Path) -> Judged:
         return _of_dumps(folder)
     if not records:
         remedy = "name the folder that `shardproof watch` or `import shardproof.watch` wrote"
-        raise SelectionError(Problem("no rank left a record of a watched run", remedy, str(folder)))
+        raise SelectionError(Problem("no record of a watched run", remedy, str(folder)))
     running = None if ends else of_running(folder, records, logs)
     return decide(records, ends, logs, running)
 

@@ -123,7 +123,7 @@ def _earlier_starts(path: Path, environment: Mapping[str, str]) -> int:
         pid, restarts = left["pid"], int(left["restarts"])
     if pid != os.getpid():
         what = "SHARDPROOF_WATCH_RESULTS: the folder holds the records of another run"
-        raise SelectionError(Problem(what, "set it to a new folder, or unset it", str(path)))
+        raise SelectionError(Problem(what, "set a new folder, or unset the variable", str(path)))
     return restarts + 1
 
 

@@ -34,7 +34,7 @@ def parse(text: str, world: int) -> tuple[tuple[int, ...], ...]:
         if len({*ranks}) < len(ranks):
             raise ValueError("a rank is listed twice")
         if max(ranks) >= world:
-            raise ValueError(f"rank {max(ranks)} does not exist in {world} ranks")
+            raise ValueError(f"rank {max(ranks)} does not exist: the job has {world} ranks")
     except ValueError as error:
         what = f"--replicas: {error}"
         remedy = (
@@ -49,7 +49,7 @@ def _by_axis(text: str, world: int) -> tuple[tuple[int, ...], ...]:
     """Ranks that differ along axes of copies only, for parameters of experts as well."""
     sizes = {name.strip(): n for name, _, n in (item.partition("=") for item in text.split(","))}
     if unknown := [name for name in sizes if name not in axes.names()]:
-        raise ValueError(f"no axis {unknown[0]!r}; known: {', '.join(axes.names())}")
+        raise ValueError(f"unknown axis {unknown[0]!r}; known: {', '.join(axes.names())}")
     if not all(size.isdecimal() for size in sizes.values()):
         raise ValueError("the size of an axis is not a number")
     mesh = {name: int(sizes[name]) for name in axes.names() if name in sizes}

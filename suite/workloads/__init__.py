@@ -83,6 +83,6 @@ def in_lane(lane: Lane) -> list[str]:
 def _check_lane(family: WorkloadFamily, lane: Lane, params: Params) -> None:
     if lane == "dyadic" and not family.dyadic:
         why = f"{family.name} has no {lane} form: its numbers are not small integers"
-        raise WorkloadError(f"{why}; workloads that have one: {', '.join(in_lane(lane))}")
+        raise WorkloadError(f"{why}; workloads with this form: {', '.join(in_lane(lane))}")
     if unfit := family.unfit(params, lane):
         raise WorkloadError(unfit)

@@ -130,7 +130,7 @@ class WorkloadFamily(ABC):
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
         """The part of ``model`` with units ``start`` to ``stop - 1``."""
         if not isinstance(model, layers.Stack):
-            raise ValueError(f"a {type(model).__name__} cannot be cut into stages")
+            raise ValueError(f"a {type(model).__name__} has no pipeline stages: use a layers.Stack")
         return layers.StackPart(model, start, stop)
 
     def unfit(self, params: Params, lane: str) -> str:
@@ -232,7 +232,7 @@ class ModelBuild:
     def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
         """The part of ``module`` with blocks ``start`` to ``stop - 1``."""
         if not 0 <= start < stop <= len(self.units):
-            raise ValueError(f"a {type(module).__name__} has no units {start} to {stop}")
+            raise ValueError(f"no units[{start}:{stop}]: the model has {len(self.units)} units")
         return self._workload.family.stage(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:

@@ -84,14 +84,14 @@ def _scikit_learn_digits() -> np.ndarray:
             text = gzip.decompress(path.read_bytes())
             numbers = text.replace(b"\n", b",").rstrip(b",").split(b",")
             return np.array(numbers, dtype=float).reshape(-1, 65)
-    places = ", ".join(str(path) for path in DIGITS_FILES)
+    places = " or ".join(str(path) for path in DIGITS_FILES)
     raise DataError(
-        f"the digits images are missing: install scikit-learn, or write one of {places} "
-        "with shardproof.workloads.data.write_digits on a machine that has scikit-learn"
+        f"the digits images are missing: install scikit-learn, or copy them to {places} from a "
+        "machine with scikit-learn, where shardproof.workloads.data.write_digits writes the file"
     )
 
 
 def _check(what: str, content: bytes, expected: str) -> None:
     digest = hashlib.sha256(content).hexdigest()
     if digest != expected:
-        raise DataError(f"the {what} have digest {digest[:16]}..., expected {expected[:16]}...")
+        raise DataError(f"{what}: expected SHA-256 {expected[:16]}..., found {digest[:16]}...")

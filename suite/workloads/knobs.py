@@ -69,7 +69,7 @@ def values_of(workload: str, known: Mapping[str, Knob], given: Params) -> dict[s
 def untrained_values(spec: WorkloadSpec, known: Mapping[str, Knob]) -> dict[str, Any]:
     """As :func:`values_of`, of a workload that trains no model."""
     if spec.traits:
-        raise WorkloadError(f"{spec.name} has no traits: only models and batches have traits")
+        raise WorkloadError(f"{spec.name} takes no traits: it trains no model; remove the traits")
     return values_of(spec.name, known, spec.params)
 
 

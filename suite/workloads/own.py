@@ -132,7 +132,7 @@ class OwnWorkload(WorkloadFamily):
             with self.told("model(...)"):
                 module = self._model(**params)
         if not isinstance(module, nn.Module):
-            raise WorkloadError(f"{self.name}: model(...) is {module!r:.80}, not an nn.Module")
+            raise WorkloadError(f"{self.name}: model() returned {module!r:.80}, expected nn.Module")
         module = module.to(place["dtype"])
         return _on_meta(module) if place["device"] == "meta" else module.to(place["device"])
 
@@ -212,15 +212,15 @@ class OwnWorkload(WorkloadFamily):
         parts = tuple(given) if isinstance(given, tuple | list) else (given,)
         if len(parts) not in (2, 3) or not all(isinstance(part, Tensor) for part in parts):
             kinds = ", ".join(type(part).__name__ for part in parts)
-            raise self._wrong(size, f"({kinds})", "tensors: inputs, targets, maybe a mask")
+            raise self._wrong(size, f"({kinds})", "2 or 3 tensors: inputs, targets, optional mask")
         if odd := [tuple(part.shape) for part in parts if part.shape[:1] != (size,)]:
             asked = f"{size} samples on the first dimension of each"
             raise self._wrong(size, f"a tensor of shape {odd[0]}", asked)
         inputs, targets, *rest = parts
         valid = rest[0] if rest else torch.ones(targets.shape, dtype=torch.bool)
         if valid.shape != targets.shape or valid.dtype != torch.bool or not bool(valid.any()):
-            shape = f"{valid.dtype} {tuple(valid.shape)} as the mask"
-            raise self._wrong(size, shape, f"bool {tuple(targets.shape)}, at least one True")
+            shape = f"a {valid.dtype} mask of shape {tuple(valid.shape)}"
+            raise self._wrong(size, shape, f"bool of shape {tuple(targets.shape)}, not all False")
         if inputs.is_floating_point():
             inputs = inputs.to(picks.dtype)
         if targets.is_floating_point():

@@ -50,8 +50,8 @@ def run(family: OwnWorkload, workload: Workload) -> Found:
     module, gradients = first.module, first.gradients
     unused = {name for name, gradient in gradients.items() if gradient is None}
     if len(unused) == len(gradients):
-        what = "no parameter is trained" if not gradients else "no parameter gets a gradient"
-        raise WorkloadError(f"{family.name}: {what}: the loss does not depend on the model")
+        verb = "gets" if gradients else "requires"
+        raise WorkloadError(f"{family.name}: no parameter {verb} a gradient, so nothing is trained")
     exact, widest = _widest(family, workload) or (first, workload.dtype)
     zero = _zero_regions(exact.gradients, DTYPES[widest])
     traits = tuple(_traits(module, unused, workload.units, first))
@@ -140,7 +140,7 @@ def _attempt(
     if attempt.loss - attempt.loss != 0.0 or not finite:
         what = f"the loss of the first batch is {attempt.loss}"
         what = f"{what}, but its gradients are not finite" if attempt.loss == attempt.loss else what
-        raise WorkloadError(f"{family.name}: {what} in {workload.dtype}: both must be finite")
+        raise WorkloadError(f"{family.name}: {what} in {workload.dtype}, expected finite values")
     return attempt
 
 

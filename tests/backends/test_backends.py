@@ -312,7 +312,7 @@ def test_a_world_of_no_ranks_and_an_unknown_backend_are_refused() -> None:
         Hub(0, 1.0)
     with pytest.raises(ValueError, match="unknown backend 'glo'; known: in_memory, gloo"):
         joined.join("glo", Joining(0, 1, Path(), 1.0, False))
-    with pytest.raises(ValueError, match="ranks the same hub"):
+    with pytest.raises(ValueError, match=r"pass the same Hub\(2, \.\.\.\) to all ranks"):
         joined.join("in_memory", Joining(0, 2, Path(), 1.0, False, Hub(3, 1.0)))
 
 

@@ -43,7 +43,7 @@ PAIR = ("reference/ddp", "pytorch/ddp")
         (["strong", "--dry-run"], "--dry-run does not work in a cluster"),
         ([*PAIR, "--bandwidth", "1gbit", "--nodes", "1"], "choose --nodes 2"),
         (["cluster-strong", "--nodes", "1", "--ranks-per-node", "2"], "choose --nodes 2"),
-        (["strong", "cluster-strong"], "run one command for each"),
+        (["strong", "cluster-strong"], "run them in two commands"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_built(

@@ -153,7 +153,7 @@ def test_a_load_is_timed_over_zeros_and_must_bring_back_what_was_saved(tmp_path:
     sound = saves(Memory(), "load", tmp_path)
     sound.warm_up()
     assert sound.act() > 0 and sound.arm.implementation.values.tolist() == [1, 2, 3, 4]
-    with pytest.raises(AssertionError, match="the load did not restore what was saved"):
+    with pytest.raises(AssertionError, match="the loaded state differs from the saved state"):
         saves(Memory(loses=True), "load", tmp_path).warm_up()
 
 

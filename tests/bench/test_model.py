@@ -143,7 +143,7 @@ def test_a_fit_is_never_negative_and_takes_one_size() -> None:
         fit("all_reduce", "ring", 2, {})
     with pytest.raises(ValueError, match="positive"):
         fit("all_reduce", "ring", 2, {8: 0.0})
-    with pytest.raises(ValueError, match="no cost model for all_reduce in a group of 1"):
+    with pytest.raises(ValueError, match="all_reduce sends nothing in a group of size 1"):
         fit("all_reduce", "ring", 1, {8: 1.0})
 
 

@@ -126,8 +126,8 @@ def test_one_rank_alone_is_on_the_same_axes(tmp_path: Path) -> None:
         ("worlds: [2, 4, 8]", "worlds: [2, 3]", 11, "3 ranks cannot be divided into groups"),
         ("worlds: [2, 4, 8]", "worlds: [4, 2]", 15, "list worlds in ascending order"),
         ("mesh: {shard: 2}", "mesh: {shards: 2}", 14, "shard"),
-        ("grows: pipe", "grows: pipe, mesh: {pipe: 2}", 16, "leave pipe out of `mesh`"),
-        ("label: two, grows", "grows", 16, "mesh and micro_batches need a label"),
+        ("grows: pipe", "grows: pipe, mesh: {pipe: 2}", 16, "remove pipe from `mesh`"),
+        ("label: two, grows", "grows", 16, "a system with mesh or micro_batches needs a label"),
         ("micro_batches: 2", "micro_batches: 0", 16, "micro_batches"),
     ],
 )

@@ -403,7 +403,7 @@ def test_ledgers_that_are_on_stop_a_timed_run(monkeypatch: pytest.MonkeyPatch) -
 
     assert_nothing_is_recorded("gloo")
     monkeypatch.setattr(program_order, "current", lambda: program_order.RankLog())
-    with pytest.raises(RuntimeError, match="a timed run must not record"):
+    with pytest.raises(RuntimeError, match="a timed run cannot record"):
         assert_nothing_is_recorded("gloo")
 
 

@@ -200,7 +200,7 @@ def test_an_interface_that_is_missing_down_or_without_an_address_is_told(
 ) -> None:
     assert problem_of_interface("") is None
     assert "no interface nope" in str(problem_of_interface("lo,nope"))
-    down = "the network interface lo is down, or has no address - `ip link set lo up`"
+    down = "the network interface lo is down, or has no address - run `ip link set lo up`"
     with monkeypatch.context() as patch:
         patch.setattr(psutil, "net_if_addrs", dict)
         assert str(problem_of_interface("lo")).startswith(down)

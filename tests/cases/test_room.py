@@ -44,14 +44,14 @@ def cases(name: str, tier: str = "quick") -> list[Any]:
 
 def test_small_cases_fit_into_64_mib_and_a_large_one_does_not(docker_default: Path) -> None:
     room.require(cases("ddp-gpt"), 2)
-    with pytest.raises(MachineError, match=r"a case may need 92 MiB - free space, or enlarge it"):
+    with pytest.raises(MachineError, match=r"may need 92 MiB - delete files there or enlarge"):
         room.require(cases(LARGE), 2)
 
 
 def test_the_average_case_runs_beside_the_largest(docker_default: Path) -> None:
     """13 at once do not fit; one does, and the remedy says so.  More than there are never run."""
     room.require(cases("ddp-gpt")[:1], 16)
-    with pytest.raises(MachineError, match=r"13 cases at once may need .*fewer at once \(-j 1\)"):
+    with pytest.raises(MachineError, match=r"13 cases at once may .*fewer cases at once \(-j 1\)"):
         room.require(cases("ddp-gpt"), 16)
 
 

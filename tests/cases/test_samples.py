@@ -108,7 +108,7 @@ def test_knobs_that_mean_nothing_are_refused(params: dict[str, Any], says: str) 
 
 
 def test_traits_are_of_models_and_batches() -> None:
-    with pytest.raises(WorkloadError, match="epochs has no traits"):
+    with pytest.raises(WorkloadError, match="epochs takes no traits"):
         epochs.resolve(WorkloadSpec("epochs", traits=("tied",)))
 
 

@@ -149,7 +149,7 @@ def test_the_newest_stay_and_what_was_cut_short_is_no_checkpoint(tmp_path: Path)
     (tmp_path / "step-00000004" / folders.DCP).unlink()
     assert folders.find(tmp_path).name == "step-00000003"
     with pytest.raises(
-        FileNotFoundError, match=r"no checkpoint at this path: neither \.metadata nor"
+        FileNotFoundError, match=r"no checkpoint at this path, because neither \.metadata nor"
     ):
         folders.find(tmp_path / "step-00000004")
 

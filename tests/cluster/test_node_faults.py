@@ -152,7 +152,7 @@ def test_who_asks_goes_on_when_it_is_done(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert not list(tmp_path.glob("answer*"))
-    with pytest.raises(asking.NotDone, match="faults cannot be injected into nodes here"):
+    with pytest.raises(asking.NotDone, match="this run cannot inject faults into nodes"):
         asking.ask(tmp_path / "nowhere", "pause_node", 1)
 
 

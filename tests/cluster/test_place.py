@@ -171,7 +171,9 @@ def test_who_waits_says_for_whom(
     monkeypatch.setattr(place, "MEETING_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(LaunchError, match=f"rank 3 found no rank 0 at 127.0.0.1:{port} in 1 s"):
+    with pytest.raises(
+        LaunchError, match=f"rank 3 could not reach rank 0 at 127.0.0.1:{port} within 1 s"
+    ):
         Place(3, 4, "127.0.0.1", port).store()
     said = capsys.readouterr().err
     assert f"rank 3 waits for rank 0 at 127.0.0.1:{port}, which is this machine itself" in said

@@ -141,7 +141,7 @@ def test_a_second_convert_names_another_folder(
     before = sorted((tmp_path / "new").rglob("*"))
     code, _, err = command(*words)
     assert code == 2 and err.startswith(str(next((tmp_path / "new").glob("step-*")))), err
-    assert "holds step 2" in err and "name another folder" in err
+    assert "already" in err and "step 2" in err and "name another folder" in err
     assert sorted((tmp_path / "new").rglob("*")) == before
 
 

@@ -73,7 +73,7 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
             ("run", "ddp-gpt", "--impl", "absent:Mine"),
             "(absent:Mine) - there is no module 'absent' here or installed",
         ),
-        (("run", "ddp-gpt", "--impl", "zzz*"), "--impl matches no system here (zzz*)"),
+        (("run", "ddp-gpt", "--impl", "zzz*"), "--impl matches no implementation (zzz*)"),
         (("run", "ddp-gpt", "--backend", "glo"), "did you mean gloo?"),
         (("run", "--world", "99"), "--world matches nothing (99) - valid: 1, 2, 3, 4, 5"),
         (("run", "ddp-gpt", "-k", "nosuchword"), "-k matches nothing (nosuchword)"),
@@ -91,9 +91,9 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
         (("report", "no-such-run"), "no such run (no-such-run)"),
         (
             ("run", "ddp-gpt", "--results", "docs"),
-            "docs: is neither a run nor empty - ",
+            "docs: holds files, but no run.json - ",
         ),
-        (("mutants", "--results", "docs"), "docs: is neither a run nor empty - "),
+        (("mutants", "--results", "docs"), "docs: holds files, but no run.json - "),
         (("run", "ddp-gpt", "--results", ""), "'--results': the name is empty"),
         (("run", "ddp-gpt", "--junit", "docs"), "--junit: Is a directory (docs) - name a file"),
         (("run", "ddp-gpt", "--junit", ""), "--junit: Is a directory (.) - name a file"),
@@ -205,7 +205,7 @@ def test_a_class_of_ones_own_gets_the_cells_whose_axes_it_declares() -> None:
     # Asked for by name, a scenario runs as it is: what does not fit is a skip with its reason.
     assert "replicate2" in here("run", "ddp-gpt", *OWN, paths=[SUPPORT]).stdout
     none = here("run", *OWN, "-k", "replicate2", paths=[SUPPORT])
-    assert none.returncode == 2 and "no cell fits the axes shard" in none.stderr
+    assert none.returncode == 2 and "that the class declares: shard" in none.stderr
 
 
 def test_a_class_of_ones_own_takes_the_options_of_systems_like_it() -> None:

@@ -145,7 +145,7 @@ def test_state_by_other_names_is_refused_and_none_is_needed() -> None:
     assert set(frame["verdict"]) == {"pass"}, list(frame["reason"])
     row, _ = prove(optimizer=own.without_groups, worlds=2).to_dict("records")
     assert row["verdict"] == "refused"
-    assert "the result is a WithoutGroups without zero_grad, param_groups" in row["reason"]
+    assert "returned a WithoutGroups, which has no zero_grad or param_groups" in row["reason"]
 
 
 # ---------------------------------------------------------------------------------------- a sampler
@@ -309,7 +309,10 @@ def test_what_is_declined_must_mean_something(system: Any, says: str) -> None:
         ({"implementation": "plain", "state": own.Before}, "state= needs hook="),
         ({"tensor_plan": own.NO_PLAN}, "'colwise' is not a ParallelStyle"),
         ({"schedule": own.Before}, "is not a schedule class of torch.distributed.pipelining"),
-        ({"schedule": "own_things:three.csv"}, "file three.csv does not exist next to own_things"),
+        (
+            {"schedule": "own_things:three.csv"},
+            "file three.csv does not exist in the folder of module own_things",
+        ),
         (
             {"implementation": "plain", "settings": "sgd"},
             "settings= has no effect without a function",

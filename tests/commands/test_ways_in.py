@@ -143,7 +143,7 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"worlds": (0,)}, r"prove: mesh\[0\].replicate\[0\]: should be .* equal to 1 \(0\)"),
         ({"worlds": 1025}, r"mesh\[0\].replicate\[0\]: should be less than .* 1024 \(1025\)"),
         ({"worlds": "2"}, r"should be a valid integer \('2'\) - write 2 without quotes"),
-        ({"worlds": ()}, "no case is left - give a world"),
+        ({"worlds": ()}, "worlds, backends or lanes is empty - give one"),
         ({"worlds": (2, True)}, r"should be a valid integer \(True\)"),
         (
             {"meshes": [{"foo": 2}]},
@@ -153,8 +153,8 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"meshes": [{}]}, r"mesh\[0\]: should have at least 1 item"),
         ({"axis": "rows"}, r"unknown key mesh\[0\].rows .* pipe, replicate, shard, tensor"),
         ({"lanes": ("nolane",)}, r"lane\[0\]: unknown value \(nolane\) - valid names: bitwise"),
-        ({"lanes": ()}, "no case is left"),
-        ({"backends": ()}, "no case is left"),
+        ({"lanes": ()}, "worlds, backends or lanes is empty"),
+        ({"backends": ()}, "worlds, backends or lanes is empty"),
         ({"checks": ("none",)}, r"unknown check \(none\) - checks: .*equivalence"),
         ({"checks": ()}, r"checks: should have at least 1 item"),
         ({"dtype": "int8"}, r"unknown value \(int8\) - valid names: bfloat16"),
@@ -177,7 +177,7 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"clip": (0.5,), "lanes": ("dyadic",)}, "lane dyadic needs clipping off"),
         (
             {"options": {"dtype": Path("x")}},
-            r"a scenario cannot hold this value \(PosixPath\('x'\)\) - give text",
+            r"this value cannot be stored in a scenario \(PosixPath\('x'\)\) - give text",
         ),
         ({"axis": ""}, "unknown key"),
         ({"options": 5}, r"options: wrong type \(5\) - give a mapping"),

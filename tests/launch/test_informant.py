@@ -84,5 +84,5 @@ def test_a_stopped_trainer_of_oracles_is_ended(
     with apart.clean(True, tmp_path), pytest.raises(RuntimeError, match="a signal had stopped it"):
         apart.load_or_train(case, "equal", tmp_path)
     monkeypatch.setattr(apart, "BACKENDS", {case.backend: SimpleNamespace(device="cuda")})
-    with pytest.raises(RuntimeError, match="the oracle's process ended with exit code -9"):
+    with pytest.raises(RuntimeError, match="the reference run ended with exit code -9"):
         apart.trained(case, stops)  # type: ignore[arg-type]

@@ -50,5 +50,5 @@ def test_what_cannot_travel_is_told_in_its_words() -> None:
 
 
 def test_a_child_that_dies_is_told() -> None:
-    with pytest.raises(RuntimeError, match="the oracle's process ended with exit code 7"):
+    with pytest.raises(RuntimeError, match="the reference run ended with exit code 7"):
         apart.trained(ON_GPUS, lambda: os._exit(7))

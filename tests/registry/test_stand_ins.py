@@ -58,8 +58,8 @@ GOOD = stand_ins.About("", "Mine", "ddp", "layout").to_dict()
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ({}, "declares the wrong fields: ''"),
-        ({"axes": ["replicate"]}, "declares the wrong fields: 'axes'"),
+        ({}, "declares '', not the fields of Capabilities"),
+        ({"axes": ["replicate"]}, "declares 'axes', not the fields of Capabilities"),
         ([1], "cannot be read"),
         (None, "cannot be read"),
         (NoAnswer("ended its process (exit code 3)"), "ended its process (exit code 3)"),

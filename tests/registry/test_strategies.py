@@ -179,7 +179,7 @@ def test_names_are_taken_once(install: Install) -> None:
     assert strategies.of("zero2") is in_tree()["zero2"], "the suite's own stays"
     listed = here("list", "strategies")
     assert listed.returncode == 2
-    assert "has the same name as a strategy of the suite" in listed.stderr
+    assert "has the same name as a built-in strategy" in listed.stderr
     assert listed.stdout.split().count("zero2") == 1
 
 

@@ -415,7 +415,7 @@ def test_a_micro_batch_is_let_go_at_its_last_action(schedule: str) -> None:
         ({"schedule": {"orders": [["F0@0"]]}}, "rank 0 never does"),
         (
             {"schedule": {"orders": [["F0@0", "BW0@0"], ["F0@1", "BW0@1"]], "place": [0, 3]}},
-            "'schedule.place' = [0, 3]: schedule.orders names only 2 ranks",
+            "'schedule.place' = [0, 3]: schedule.orders has actions for only 2 ranks",
         ),
         (
             {"schedule": {"orders": [["F0@0", "BW0@0", "BW0@4"]]}},

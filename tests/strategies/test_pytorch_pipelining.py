@@ -57,9 +57,12 @@ def make(work: Workload, rank: int, ranks: int, **options: Any) -> Implementatio
     [
         ({"schedule": "zbv"}, "did you mean 'zb_v'"),
         ({"schedule": {"name": "interleaved", "chunk": 3}}, "did you mean 'schedule.chunks'"),
-        ({"schedule": {"name": "zb_v", "chunks": 3}}, "zb_v, .* stages per rank must be 2"),
-        ({"schedule": {"name": "1f1b", "chunks": 2}}, "1f1b, .* stages per rank must be 1"),
-        ({"schedule": {"name": "looped_bfs", "chunks": -1}}, "stages per rank must be at least 1"),
+        ({"schedule": {"name": "zb_v", "chunks": 3}}, r"zb_v, .* stages per rank\) must be 2"),
+        ({"schedule": {"name": "1f1b", "chunks": 2}}, r"1f1b, .* stages per rank\) must be 1"),
+        (
+            {"schedule": {"name": "looped_bfs", "chunks": -1}},
+            r"stages per rank\) must be at least 1",
+        ),
         ({"split": 2}, "'split' must be of type list of int"),
         ({"shapes": "static"}, "inferred, given"),
         ({"splits": [2, 2]}, "did you mean 'split'"),

@@ -133,7 +133,7 @@ def test_a_scaler_is_refused_where_torch_would_meet_two_kinds_of_tensors() -> No
     spec = OptimizerSpec(scaler=ScalerSpec(initial=1024.0))
 
     def body(rank: int, world: int) -> None:
-        with pytest.raises(Refused, match=r"blocks\.1\.odd.*mixed torch\.Tensor and DTensor"):
+        with pytest.raises(Refused, match=r"blocks\.1\.odd.*mix of plain tensors and DTensors"):
             make(work, rank, world, spec)
 
     succeed(body, 2)

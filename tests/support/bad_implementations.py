@@ -274,7 +274,7 @@ WRONG_TYPES: dict[str, tuple[str, Any, str]] = {
     "WideLoss": (
         "loss",
         torch.zeros(2, dtype=torch.float64),
-        "loss returned a torch.float64 of shape [2]",
+        "loss returned a torch.float64 tensor of shape [2]",
     ),
     "ListedNorm": ("norm", [1.0], "norm returned list"),
     "NoMetrics": ("metrics", None, "metrics returned None, expected a dict"),

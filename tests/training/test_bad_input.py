@@ -60,16 +60,16 @@ NAMES: list[tuple[Callable[[], object], str]] = [
     (lambda: made().strategy("ddp", [4]), r"mesh = \[4\]: write the number of ranks of each"),  # type: ignore[arg-type]
     (lambda: made().strategy("ddp", {}), "mesh = {}: write the number of ranks.*or leave mesh out"),
     (lambda: made().strategy("ddp", {"dp": 2}), "mesh: unknown axis 'dp'; valid: context"),
-    (lambda: made().strategy("fsdp", {"shard": 0}), "'shard' = 0 is not a number of ranks: give"),
+    (lambda: made().strategy("fsdp", {"shard": 0}), "'shard' = 0: give a whole number of ranks"),
     (
         lambda: made().optimizer("adamw", betas=0.9),
         "AdamW with .* failed in a trial update.*TypeError",
     ),
     (lambda: made().optimizer("lbfgs"), "LBFGS .*closure.*or the optimizer"),
     (lambda: made().optimizer("sparseadam"), "SparseAdam does not support dense"),
-    (lambda: made(units="0"), "units = '0': give a list of different names"),
-    (lambda: made(units=["0", "0"]), "units = .*give a list of different names"),
-    (lambda: made(units=[""]), "units = .*names of modules within"),
+    (lambda: made(units="0"), "units = '0': give a list of module names"),
+    (lambda: made(units=["0", "0"]), "units = .*give a list of module names"),
+    (lambda: made(units=[""]), "units = .*list of module names"),
     (lambda: made(units=["nothing"]), "the model has no module 'nothing'"),
     (lambda: made(roles={"0": "colum"}), "unknown role 'colum' of '0'; valid: embedding"),  # type: ignore[dict-item]
 ]
@@ -83,8 +83,8 @@ def test_what_is_written_wrongly(wrong: Callable[[], object], match: str) -> Non
 
 def test_models_that_cannot_be_trained() -> None:
     for wrong, match in (
-        (nn.Linear, "is not an nn.Module: give an instance of one"),
-        (lambda inputs: inputs, "is not an nn.Module"),
+        (nn.Linear, "is not an instance of nn.Module"),
+        (lambda inputs: inputs, "is not an instance of nn.Module"),
         (nn.ReLU(), "no parameter that requires a gradient"),
         (model().requires_grad_(False), "no parameter that requires a gradient"),
         (nn.LazyLinear(3), "has no shape yet: call the model once"),
@@ -95,7 +95,7 @@ def test_models_that_cannot_be_trained() -> None:
             on(2, lambda world, w=wrong: shardproof.wrap(w, "zero1"))
     with pytest.raises(ValueError, match=r"CrossEntropyLoss is a class: write CrossEntropyLoss\("):
         Training(model(), nn.CrossEntropyLoss, loader())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="without a gradient: compute it from outputs"):
+    with pytest.raises(ValueError, match="requires no gradient: compute the loss from outputs"):
         Training(model(), lambda o, t: LOSS(o, t).detach(), loader()).backend("in_memory").run(1)
 
 
@@ -175,7 +175,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     made().strategy("zero1").checkpoint(folder).run(4, ranks=2)
     with pytest.raises(
         ValueError,
-        match=r"steps = 2, but the checkpoint in .* already has 4 steps: .*name a new folder",
+        match=r"steps = 2, but the checkpoint in .* was saved after 4 steps: .*name a new folder",
     ):
         made().strategy("zero1").checkpoint(folder).run(2, ranks=2)
     with pytest.raises(ValueError, match=r"of another run, but resume is False: name a new folder"):
@@ -189,7 +189,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_a_loop_is_no_checkpoint_of_a_training(tmp_path: Path) -> None:
     on(2, lambda world: shardproof.wrap(model(), "zero1").save(tmp_path, step=3))
-    with pytest.raises(ValueError, match=r"Training did not save.*load it with shardproof\.wrap"):
+    with pytest.raises(ValueError, match=r"Training did not save.*by shardproof\.wrap"):
         made().strategy("zero1").checkpoint(tmp_path).run(4, ranks=2)
 
 
@@ -310,7 +310,7 @@ def test_the_peak_of_an_own_loop_is_that_of_a_training(strategy: str) -> None:
                 own = [part.chunk(2)[world.rank] for part in (inputs, targets)]
                 LOSS(wrapped(own[0]), own[1]).backward()
                 wrapped.step()
-        with pytest.raises(ValueError, match="must run forward, backward"), wrapped.measured():
+        with pytest.raises(ValueError, match="run forward, backward, step"), wrapped.measured():
             pass
         return wrapped.memory_stats()
 
@@ -354,7 +354,7 @@ def test_a_missing_package_is_told_before_a_rank_starts(monkeypatch: pytest.Monk
 
 def test_buffers_that_no_rank_returns_are_refused() -> None:
     built = Training(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), LOSS, loader())
-    with pytest.raises(ValueError, match="cannot return the buffers of the model"):
+    with pytest.raises(ValueError, match="does not return trained buffers"):
         built.backend("in_memory").strategy("async_sgd").run(1, ranks=2)
 
 

@@ -146,7 +146,7 @@ def test_a_function_that_returns_no_rate_later(backend: str) -> None:
 
 def test_a_function_decides_alone() -> None:
     built = Training(model(), LOSS, loader())
-    with pytest.raises(ValueError, match=r"warmup = 2 with a function.*leave warmup out"):
+    with pytest.raises(ValueError, match=r"warmup = 2 cannot be combined.*leave warmup out"):
         built.optimizer("adamw", lr=cosine, warmup=2)
 
     def program(world: World) -> None:
@@ -285,7 +285,7 @@ def test_a_scheduler_whose_state_a_checkpoint_would_change_is_refused(tmp_path: 
         wrapped = shardproof.wrap(model(), "ddp", lr=LR)
         scheduler = lr_scheduler.MultiStepLR(wrapped.optimizer, [2, 4])
         state = scheduler.state_dict()
-        with pytest.raises(ValueError, match=r"key 2 .* as '2': .*MultiStepLR leave 'milestones'"):
+        with pytest.raises(ValueError, match=r"key 2 .* string '2': .*MultiStepLR, remove 'milest"):
             wrapped.save(tmp_path, schedulers=[state])
         del state["milestones"]
         wrapped.save(tmp_path, scheduler=state)

@@ -82,7 +82,7 @@ def test_errors_of_a_rank_are_raised_here(ray: Any) -> None:
 
 
 def test_errors_teach(ray: Any) -> None:
-    with pytest.raises(ValueError, match=r"each of the 9 ranks needs.*take fewer ranks"):
+    with pytest.raises(ValueError, match=r"each of the 9 ranks needs.*use fewer ranks"):
         training().run(1, ranks=9, on="ray")
     with pytest.raises(ValueError, match=r"address of a Ray cluster \(slurm\)"):
         training().run(1, ranks=2, on="slurm")

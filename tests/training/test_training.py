@@ -184,7 +184,7 @@ def test_errors_teach() -> None:
         Training(torch.nn.Linear, LOSS, loader())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a Dataset needs batch="):
         Training(model(), LOSS, samples())
-    with pytest.raises(ValueError, match="unknown optimizer 'adamv'; did you mean adam"):
+    with pytest.raises(ValueError, match=r"unknown optimizer 'adamv': give .*did you mean adam"):
         training().optimizer("adamv")
     with pytest.raises(ValueError, match="takes no argument 'beta'; did you mean betas"):
         training().optimizer("adamw", beta=1)
@@ -290,7 +290,7 @@ def test_lower_precision_recomputation_and_offload_are_words() -> None:
 @pytest.mark.parametrize("backend", ["in_memory", "gloo"])
 def test_a_model_on_meta_is_trained_and_has_values_afterwards(backend: str) -> None:
     built = Training(model().to("meta"), LOSS, loader()).optimizer("adamw", lr=1e-2)
-    with pytest.raises(ValueError, match="needs its values"):
+    with pytest.raises(ValueError, match="needs parameter values"):
         built.strategy("ddp").backend(backend).run(1, ranks=2)
     result = built.strategy("zero3").run(20, ranks=2)
     assert not any(p.is_meta for p in result.model.parameters())

@@ -223,7 +223,7 @@ def test_arguments_of_the_script_are_its_own(command: Any, tmp_path: Path) -> No
         (["SCRIPT", "--nproc", "3", "--replicas", "2"], "3 ranks cannot be cut into sets of 2"),
         (["SCRIPT", "--results", "FULL"], "--results: the folder is not empty"),
         (["--judge", "no_such"], "no such folder (no_such)"),
-        (["--judge", "EMPTY"], "no rank left a record of a watched run"),
+        (["--judge", "EMPTY"], "no record of a watched run"),
         (["SCRIPT", "--judge", "FULL"], "--judge takes no script"),
         (
             ["SCRIPT", "--epochs", "3"],

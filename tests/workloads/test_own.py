@@ -154,7 +154,7 @@ def test_what_is_wrong_in_a_scenario_is_told(tmp_path: Path, old: str, new: str,
         ("MAPPING", "the model returned a dict: return"),
         ("FLOAT32", "Float and Double (.*own_models.py:[0-9]+)"),
         ("DROPPING", "two forwards of one batch .*: 1 .Dropout, p=0.1.*build the model with p=0"),
-        ("INFINITE", "the loss of the first batch is nan, in float64"),
+        ("INFINITE", "the loss of the first batch is nan in float64, expected finite values"),
         ("SHORT", "returned a tensor of shape .23,., expected 24 samples"),
         (
             "MOVING",

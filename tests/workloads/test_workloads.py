@@ -100,7 +100,7 @@ def test_other_digits_are_an_error(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
     images, labels = data.digits()
     np.savez(tmp_path / "digits.npz", images=images.numpy()[::-1], labels=labels.numpy())
     monkeypatch.setattr(data, "DIGITS_FILES", (tmp_path / "digits.npz",))
-    with pytest.raises(data.DataError, match="digits have digest"):
+    with pytest.raises(data.DataError, match="digits: expected SHA-256"):
         data.digits.__wrapped__()
 
 

@@ -55,7 +55,9 @@ class Blocks(Tensor):
         """
         if func is torch.ops.aten.new_empty.default:
             return Blocks(args[1], args[0], ())
-        raise NotImplementedError(f"{func}: a Blocks tensor can only be saved and loaded")
+        raise NotImplementedError(
+            f"{func} does not support Blocks: a Blocks tensor can only be saved and loaded"
+        )
 
     def __create_write_items__(self, name: str, tensor: Blocks) -> list[WriteItem]:
         return [

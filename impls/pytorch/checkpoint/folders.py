@@ -38,8 +38,8 @@ def find(path: Path) -> Path:
     found = committed(path) if path.is_dir() else []
     if not found:
         raise FileNotFoundError(
-            f"{path}: no checkpoint at this path: neither {DCP} nor {FULL} exists - give the path "
-            "of a checkpoint, or of the folder that contains it"
+            f"{path}: no checkpoint at this path, because neither {DCP} nor {FULL} exists - give "
+            "the path of a checkpoint folder, or of its parent folder"
         )
     return found[0]
 

@@ -101,7 +101,7 @@ class _Reader(pickle.Unpickler):
         if module == "torch" and name.replace("_", "").isalnum() and name.islower():
             return name  # a dtype: never called, for a text cannot be
         raise pickle.UnpicklingError(
-            f"the file refers to {module}.{name}, which checkpoint metadata never contains"
+            f"the file refers to {module}.{name}, which is not part of checkpoint metadata"
         )
 
     def persistent_load(self, given: Any) -> NoReturn:
@@ -153,7 +153,7 @@ def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
 def _place(where: Any) -> tuple[str, int, int]:
     if where.state.get("transform_descriptors"):
         raise ValueError(
-            "its data files were written with stream extensions of torch, e.g. compression, "
+            "the data files were written with torch's stream extensions (e.g. compression), "
             "which this reader does not support"
         )
     begin, length = _numbers([where["offset"], where["length"]])
@@ -166,7 +166,7 @@ def _is(value: Any, kind: str) -> bool:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"expected a text, not {value!r:.80}")
+        raise TypeError(f"expected a string, not {value!r:.80}")
     return value
 
 

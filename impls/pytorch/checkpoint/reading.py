@@ -173,7 +173,7 @@ class DcpCheckpoint(Checkpoint):
                 f"{key[:200]!r} has the dtype {one.dtype:.40}, which this reader does not support"
             )
             raise CheckpointError(
-                place_of, what, f"save it with one of these dtypes: {', '.join(_DTYPES)}"
+                place_of, what, f"save this tensor with one of these dtypes: {', '.join(_DTYPES)}"
             )
         slices = tuple((o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=False))
         place = Place(one.shape, slices, None)
@@ -237,8 +237,8 @@ class DcpCheckpoint(Checkpoint):
                 sizes = [(i.compress_type, i.file_size > len(data)) for i in found.infolist()]
                 if any(kind != zipfile.ZIP_STORED or large for kind, large in sizes):
                     raise zipfile.BadZipFile(
-                        "a member of the archive is compressed, or longer than the archive, so "
-                        "torch did not write this archive"
+                        "torch did not write this archive: one of its members is compressed, or "
+                        "is larger than the archive"
                     )
                 wrong = found.testzip()
             if wrong is not None:

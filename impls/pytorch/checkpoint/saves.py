@@ -44,7 +44,9 @@ class Saves(Implementation):
         """The option; :class:`Refused` if there is none."""
         chosen = getattr(getattr(self, "options", None), "checkpoint", None)
         if chosen is None:
-            raise Refused(f"{type(self).__name__} has no option 'checkpoint', so it cannot save")
+            raise Refused(
+                f"{type(self).__name__} cannot save checkpoints: it has no option 'checkpoint'"
+            )
         assert isinstance(chosen, Checkpoints)
         return chosen
 

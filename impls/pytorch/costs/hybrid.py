@@ -93,7 +93,8 @@ class TorchHybrid(TorchTensorParallel):
         if self.shards > 1 and len(self.stages.of(0)) > MOST_ACTIVE:
             raise NoCostModel(
                 f"no traffic formula for more than {MOST_ACTIVE} stages per rank: torch then frees "
-                "stages and gathers them again (pipelining/schedules.py, _add_unshard_reshard)"
+                "the parameters of some stages and gathers them again (pipelining/schedules.py, "
+                "_add_unshard_reshard)"
             )
         return [
             *(super().flows() if self.ranks > 1 else self.norms()),

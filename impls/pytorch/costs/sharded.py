@@ -143,8 +143,8 @@ class FSDP2(_Upstream):
         name = self.recomputed(name for name, _ in self.units)
         if name is not None and self.ranks > 1:
             raise model.NoCostModel(
-                f"no traffic formula for prefetch_forward with recomputation: unit {name!r} is in "
-                "a recomputed block, so it prefetches other units in forward and in backward"
+                "no traffic formula for prefetch_forward with recomputation: the forward of "
+                f"unit {name!r} runs again in the backward pass and prefetches other units there"
             )
 
     def flows(self) -> list[Flow]:

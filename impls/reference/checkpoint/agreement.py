@@ -144,7 +144,7 @@ def agree(
             f"the checkpoint would have {len(writes)} tensors, but readers accept at most "
             f"{MOST_TENSORS}"
         )
-        raise CheckpointError(root.path, what, "save fewer tensors, or with fewer ranks")
+        raise CheckpointError(root.path, what, "save fewer tensors, or use fewer ranks")
     return Agreed(root.path / name, writes, own or [], state.apart)
 
 
@@ -169,7 +169,7 @@ def require_writable(about: About, root: Path) -> None:
         if isinstance(error, CheckpointError):
             raise
         what = f"a value that is not a tensor cannot be written as JSON: {error}"
-        raise CheckpointError(root, what, "use only numbers, texts, lists and mappings") from None
+        raise CheckpointError(root, what, "use only numbers, strings, lists and mappings") from None
 
 
 def choose(
@@ -215,7 +215,7 @@ def require_cover(kind: str, name: str, places: list[Place], file: Path) -> None
         problem = str(error)
     if problem or len({place.shape for place in places}) > 1:
         what = f"{kind} {name[:200]!r}: {problem or 'its parts state different shapes'}"
-        raise CheckpointError(file, what, "save each element in exactly one piece of each copy")
+        raise CheckpointError(file, what, "save each element in exactly one piece per replica")
 
 
 def held(one: Described, tensor: torch.Tensor, key: str = "") -> Held:

@@ -132,7 +132,7 @@ def read_manifest(data: bytes, file: Path) -> Manifest:
             f"supports only {VERSION}"
         )
         raise CheckpointError(
-            file, what, "read the checkpoint with the version of the suite that wrote it"
+            file, what, "read the checkpoint with the version of Shardproof that wrote it"
         )
     mesh = fields.mapping("mesh")
     if any(type(size) is not int or not 1 <= size <= 1 << 20 for size in mesh.values()):
@@ -206,7 +206,7 @@ def read_index(data: bytes, file: Path, identity: str) -> DataFile:
             f"this file belongs to checkpoint {fields.text('id')[:80]!r}, but its manifest to "
             f"{identity!r}"
         )
-        raise CheckpointError(file, what, "restore the file that belongs to this run and this step")
+        raise CheckpointError(file, what, f"copy this file from checkpoint {identity!r}")
     name = file.name.removesuffix(INDEX) + DATA
     if fields.text("file") != name:
         raise fields.wrong("file", repr(name), fields.text("file"))
@@ -260,14 +260,14 @@ def _entry(fields: Fields, file: str, first_sum: int) -> Entry:
             not isinstance(b, list) or len(b) != 2 or {type(b[0]), type(b[1])} != {int}
             for b in items
         ):
-            raise fields.wrong("slices", "a pair of numbers for each dim", items)
+            raise fields.wrong("slices", "a pair of numbers for each dimension", items)
         place = place._replace(slices=tuple((b[0], b[1]) for b in items))
     if problem := place.problem():
         raise CheckpointError(fields.file, fields.place + problem, TAKE_ANOTHER)
     ends = fields.numbers("bytes")
     if len(ends) != 2 or ends[1] - ends[0] != place.elements * DTYPES[dtype].itemsize:
         raise fields.wrong(
-            "bytes", f"the begin and end, in bytes, of {place.elements} {dtype} elements", ends
+            "bytes", f"the [begin, end] byte offsets of {place.elements} {dtype} elements", ends
         )
     replica, owner = fields.number("replica"), fields.number("owner")
     names = (fields.text("key", 1200), kind, fields.text("name"))

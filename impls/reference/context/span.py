@@ -18,8 +18,8 @@ def find_span(module: nn.Module, ranks: int) -> Any:
     for name, part in module.named_modules():
         if getattr(part, "whole_sequence", False) and ranks > 1:
             raise Refused(
-                f"mesh axis 'context' = {ranks}: {name!r} needs all positions, but a rank has only "
-                "some of them; set context to 1"
+                f"mesh axis 'context' = {ranks}: {name!r} needs all positions of a sample, but "
+                "each rank has only some of these positions; set context to 1"
             )
         if (own := getattr(part, "span", None)) is not None:
             spans[id(own)] = own
@@ -27,7 +27,7 @@ def find_span(module: nn.Module, ranks: int) -> Any:
         raise Refused(
             "axis 'context' splits the positions of each sample, so all parts of the model must "
             f"share one object 'span', but the model has {len(spans)} different objects 'span'; "
-            "give every part the 'span' that Build.__call__ gets (contract.py), or leave the axis "
-            "'context' out"
+            "set the same object as attribute 'span' of every part that depends on positions (see "
+            "Build.__call__ in contract.py), or leave the axis 'context' out"
         )
     return next(iter(spans.values()))

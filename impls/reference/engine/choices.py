@@ -270,8 +270,8 @@ def lossy(exact: Capabilities, options: Any) -> Capabilities:
     for name in ("all_reduce", "reduce_scatter"):
         if (algorithm := getattr(options, name, "backend")) != "backend":
             raise Refused(
-                f"option 'compress' with {name} = {algorithm!r}: compressed gradients are sent "
-                f"by the backend's own collectives only; leave 'compress' or {name!r} out"
+                f"option 'compress' with {name} = {algorithm!r}: only the backend's own "
+                f"collectives can send compressed gradients; leave 'compress' or {name!r} out"
             )
     precision = getattr(options, "precision", Precision())
     if precision.parameters or precision.reduce:

@@ -280,8 +280,8 @@ class Engine(Following):
             # Before the first step there was nothing to copy into.
             rest = copy_pieces(self.held_pieces(kind), rest)
         if rest:
-            place = rest[0].slices or rest[0].flat_range
-            raise ValueError(f"this rank holds no tensor {rest[0].name!r} ({kind}) at {place}")
+            name, place = rest[0].name, rest[0].slices or rest[0].flat_range
+            raise ValueError(f"this rank holds no tensor {name!r} ({kind}) in the range {place}")
 
     def settle(self, kind: Kind) -> None:
         """Update everything derived from the pieces of ``kind``, whose values were loaded."""

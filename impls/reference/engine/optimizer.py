@@ -131,7 +131,7 @@ def make_slots(
     for full, like in {piece.name: piece.tensor for piece in pieces}.items():
         name, _, slot = full.rpartition(".")
         if name not in named:
-            raise KeyError(f"this rank does not update {name!r}, so {full!r} cannot be loaded here")
+            raise KeyError(f"this rank does not update {name!r}, so it cannot load state {full!r}")
         # A counter is one number even where the parameter is not.
         shape = named[name] if like.dim() else like
         optimizer.state[named[name]][slot] = zeros(shape, like.dtype, host)

@@ -46,9 +46,9 @@ def require_string_keys(extra: Any) -> None:
     if isinstance(extra, Mapping):
         if odd := [key for key in extra if not isinstance(key, str)]:
             raise ValueError(
-                f"save: the dictionary key {odd[0]!r} is not a string, and a checkpoint would "
-                f"return it as {str(odd[0])!r}: use strings as keys (for a MultiStepLR leave "
-                "'milestones' out)"
+                f"save: the dictionary key {odd[0]!r} is not a string, and loading would return "
+                f"this key as the string {str(odd[0])!r}: use strings as keys (from the state of a "
+                "MultiStepLR, remove 'milestones')"
             )
         extra = [*extra.values()]
     for one in extra if isinstance(extra, list | tuple) else ():
@@ -130,8 +130,8 @@ class OwnLoop:
         if self.forwards != self.backwards:
             raise RuntimeError(
                 f"step() was called after {self.forwards} forward and backward passes, but wrap "
-                f"expects {self.backwards} passes: run {self.backwards} on every rank, or pass "
-                f"accumulate={self.forwards} to wrap"
+                f"expects {self.backwards} passes per step: run {self.backwards} passes on every "
+                f"rank, or pass accumulate={self.forwards} to wrap"
             )
         if not self.backwards:  # a rank without data takes part as well
             self.begin_step()

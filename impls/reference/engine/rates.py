@@ -30,8 +30,8 @@ class LoopOptimizer(torch.optim.Optimizer):
         if follows_schedule(spec):
             raise ValueError(
                 "the learning rate cannot be set in the loop, because it already follows a "
-                "schedule (lr is a function, or warmup is set): give a number as lr, and no "
-                "warmup"
+                "schedule (lr is a function, or warmup is set): give a number as lr, and leave "
+                "warmup out"
             )
         names = [name for name, _ in loop.system.module.named_parameters()]
         groups = [
@@ -61,7 +61,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         :raises ValueError: a closure, which would run another forward.
         """
         if closure is not None:
-            raise ValueError("step() takes no closure: run forward and backward before it")
+            raise ValueError("step() takes no closure: run forward and backward before step()")
         self.loop.whole_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -145,7 +145,8 @@ class Group:
         if len(args) != 1 or kwargs or not alike(args[0], output, _cast):
             raise _refused(
                 f"unit {self.names[number]!r} was not called with the output of "
-                f"{self.names[number - 1]!r} as its only argument; set recompute_every to 1"
+                f"{self.names[number - 1]!r} as its only argument, so the two units cannot be "
+                "recomputed as one group; set recompute_every to 1"
             )
 
 
@@ -201,7 +202,7 @@ class Call:
 
         def unpack(_: None) -> Tensor:
             raise _refused(
-                f"{self.group.title} takes derivatives in its own forward, which cannot be "
+                f"the forward of {self.group.title} takes derivatives, so this forward cannot be "
                 "recomputed; set recompute_every to 0"
             )
 
@@ -233,8 +234,8 @@ class Call:
             # Not refused: it may be a fault of this file's.
             raise RuntimeError(
                 f"the forward of {names} saved {len(self.saved)} tensors, and its recomputation "
-                f"saved {len(again)} (or other shapes or dtypes): the forward must depend only on "
-                "its input, generators and buffers; if it needs more, set recompute_every to 0"
+                f"saved {len(again)}, or tensors of other shapes or dtypes: the forward must "
+                "depend only on its input, generators and buffers; if not, set recompute_every to 0"
             )
 
     @contextmanager
@@ -321,5 +322,6 @@ def _refuse_global_draws(name: str, unit: nn.Module) -> None:
         if isinstance(part, _DropoutNd) and part.p > 0:
             raise _refused(
                 f"{place!r} ({type(part).__name__}, p = {part.p}) uses the global random "
-                "generator; give the module its own generator"
+                "generator, which recomputation does not restore; use a dropout module that has "
+                "its own torch.Generator"
             )

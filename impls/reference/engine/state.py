@@ -87,15 +87,15 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         extra = sorted(set(state) - set(targets))
         raise ValueError(
             f"the state does not match the module: missing {lacking}, unexpected {extra}; give "
-            "one tensor for each parameter and buffer of the module, tied tensors once, under "
-            "the names of named_parameters() and named_buffers()"
+            "one tensor for each parameter and buffer of the module (one for all tied tensors), "
+            "with the names from named_parameters() and named_buffers()"
         )
     for name, target in targets.items():
         if target.shape != state[name].shape:
             raise ValueError(
                 f"{name!r} has shape {tuple(target.shape)} in the module, but "
-                f"{tuple(state[name].shape)} in the state: build the module with the sizes of "
-                "the state"
+                f"{tuple(state[name].shape)} in the state: build the module with the sizes that "
+                "the state has"
             )
         target.copy_(state[name])
 

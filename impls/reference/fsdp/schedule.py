@@ -62,12 +62,13 @@ class Options(OfShards, OfWholes, Training, Compressing, Followed, Saved):
             )
         if strategy == "SHARD_GRAD_OP" and reshard not in (None, False):
             raise Refused(
-                f"{refusal} SHARD_GRAD_OP, which keeps parameters; set reshard_after_forward to "
-                "false or null"
+                f"{refusal} SHARD_GRAD_OP, which keeps whole parameters after forward; set "
+                "reshard_after_forward to false or null"
             )
         if strategy == "FULL_SHARD" and reshard is False:
             raise Refused(
-                f"{refusal} FULL_SHARD, which frees parameters; use SHARD_GRAD_OP to keep them"
+                f"{refusal} FULL_SHARD, which frees whole parameters after forward; to keep whole "
+                "parameters, use SHARD_GRAD_OP"
             )
         if self.chunk_ranks is not None:
             at_least("reshard_after_forward", self.chunk_ranks, 2)

@@ -226,8 +226,8 @@ class ReferenceHybrid(ReferencePipeline):
             if own < (most := max(h.rounds for h in rest if isinstance(h, zero2.Zero2))):
                 raise Refused(
                     f"option 'schedule' with 'data' = 'zero2': {IN_TURN}, but one data coordinate "
-                    f"has {own} micro-batches and another has {most}; give all the same number, "
-                    "or set data to zero1"
+                    f"has {own} micro-batches and another has {most}; give all data coordinates "
+                    "the same number, or set data to zero1"
                 )
         return super().backward(batch) if self.is_cut else Engine.backward(self, batch)
 

@@ -196,9 +196,10 @@ def check_experts(options: Options, mesh: Mesh) -> None:
     assert options.experts is not None
     ranks, along = options.experts.ranks, experts.folded(mesh)
     if mesh.size(*along) % ranks or not summing(mesh.axes):
+        more = "" if summing(mesh.axes) else "; the mesh has no data axis: add shard: 1 to the mesh"
         raise Refused(
             f"option 'experts.ranks' = {ranks}: use a divisor of the number of ranks on the axes "
-            f"shard and context, which is {mesh.size(*along)} in this mesh"
+            f"shard and context, which is {mesh.size(*along)} in this mesh{more}"
         )
     across = mesh.size("context")
     if ranks % across and across % ranks:
@@ -213,8 +214,9 @@ def check_experts(options: Options, mesh: Mesh) -> None:
         )
     if options.chosen.splits:
         raise Refused(
-            "option 'experts' with a schedule that runs W later than B: tokens would be sent to "
-            "their experts twice, in B and in W; choose gpipe, 1f1b or interleaved"
+            "option 'experts' with a schedule that computes weight gradients (W) later than input "
+            "gradients (B): tokens would be sent to their experts twice, in B and in W; choose "
+            "gpipe, 1f1b or interleaved"
         )
     others = {"precision": Precision(), "offload": "none"}
     for name, none in others.items():

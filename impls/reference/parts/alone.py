@@ -43,7 +43,7 @@ class Meets(Saved):
         if self.checkpoint.format not in KEPT_APART:
             raise Refused(
                 f"option 'checkpoint.format' = {self.checkpoint.format!r}: this format holds "
-                "one copy of the state, but each rank has its own between synchronizations; "
+                "one copy of the state, but ranks have different states between synchronizations; "
                 f"valid: {', '.join(KEPT_APART)}"
             )
 
@@ -131,7 +131,7 @@ class TrainsAlone(Engine):
         if self.scaler is not None:
             raise Refused(
                 "a system with a loss scaler cannot be saved: a checkpoint has one loss scale, "
-                "but each rank that trains alone has its own; leave the scaler out"
+                "but ranks that train alone have different loss scales; leave the scaler out"
             )
         return super().save(path, extra)
 
@@ -142,9 +142,9 @@ class TrainsAlone(Engine):
         """
         if kind in self.handle.apart:
             raise Refused(
-                f"full_state({kind!r}) after step {self.handle.step}: ranks train alone until "
-                "they next synchronize, so they hold different values; ask for parameters after "
-                "a synchronization"
+                f"full_state({kind!r}) after step {self.handle.step}: each rank trains alone "
+                "between synchronizations, so the ranks hold different values; right after a "
+                "synchronization, call full_state('parameters')"
             )
         return {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
 

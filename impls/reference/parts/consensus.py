@@ -170,8 +170,8 @@ def check(rule: StopRule) -> None:
     at_least("budget", rule.budget, 0)
     if not 0 <= rule.min_delta < math.inf:
         raise Refused(
-            f"min_delta = {rule.min_delta!r}: the smallest gain must be a finite number of at "
-            "least 0; write 0 to count every gain"
+            f"min_delta = {rule.min_delta!r}: the smallest improvement that counts must be a "
+            "finite number of at least 0; write 0 to count every improvement"
         )
     if rule.target is not None and not math.isfinite(rule.target):
         raise Refused(

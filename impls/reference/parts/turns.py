@@ -80,8 +80,8 @@ class Turns:
         """Raise if every worker waits; the slowest one never has to."""
         if all(worker in self.waiting for worker in range(len(self.taken)) if self.lives(worker)):
             raise RuntimeError(
-                "deadlock: every worker waits for another worker (turns taken by each worker: "
-                f"{self.taken})"
+                "deadlock: every worker waits for another worker (pulls and pushes so far of each "
+                f"worker: {self.taken})"
             )
 
     def lives(self, worker: int) -> bool:

@@ -51,8 +51,8 @@ class ScheduleOption:
             )
         if (self.name is None) == (not self.orders):
             raise Refused(
-                "option 'schedule': give either 'name', one of "
-                f"{', '.join(SCHEDULES)}, or 'orders', the actions of every rank"
+                "option 'schedule': give either 'name' (one of "
+                f"{', '.join(SCHEDULES)}) or 'orders' (the actions of every rank)"
             )
         if self.orders and (unsound := problems(self.own)):
             raise Refused(f"option 'schedule.orders': {'; '.join(unsound)}")
@@ -75,12 +75,13 @@ class ScheduleOption:
         if last >= len(place) or (not self.place and set(placed) != set(range(last + 1))):
             raise Refused(
                 f"option 'schedule.orders': the highest stage in the orders is {last}, but "
-                f"{'schedule.place lists' if self.place else 'the orders have forwards of'} "
-                f"{len(place)} stages; list each of the stages 0 to {last}"
+                f"{'schedule.place has ranks of' if self.place else 'the orders have forwards of'} "
+                f"{len(place)} stages; give each of the stages 0 to {last} a "
+                f"{'rank in schedule.place' if self.place else 'forward in schedule.orders'}"
             )
         if any(not 0 <= rank < len(orders) for rank in place):
             raise Refused(
-                f"option 'schedule.place' = {list(place)}: schedule.orders names only "
+                f"option 'schedule.place' = {list(place)}: schedule.orders has actions for only "
                 f"{len(orders)} ranks; valid: 0 to {len(orders) - 1}"
             )
         # Checked before the schedule is built: a slip of the finger (F100000000@0) must not make
@@ -89,7 +90,8 @@ class ScheduleOption:
         if micro_batches > len(actions):
             raise Refused(
                 f"option 'schedule.orders': micro-batches 0 to {micro_batches - 1} need at least "
-                f"{micro_batches} actions, but the orders have only {len(actions)}"
+                f"{micro_batches} actions, but the orders have only {len(actions)}; check the "
+                "micro-batch numbers in the orders"
             )
         own = Schedule("own", micro_batches, place, orders)
         return own if any(a.op in MESSAGES for a in actions) else with_messages(own)

@@ -44,8 +44,8 @@ def cut(units: int, stages: int, split: Sequence[int] = ()) -> list[tuple[int, i
     """
     if stages > units:
         raise Refused(
-            f"the pipeline has {stages} stages, but the model has only {units} units, and each "
-            "stage needs one; use fewer ranks on the axis 'pipe' or fewer chunks per rank"
+            f"the pipeline has {stages} stages, but the model has only {units} units; each stage "
+            "needs at least 1 unit: use fewer ranks on the axis 'pipe' or fewer chunks per rank"
         )
     small, larger = divmod(units, stages)
     sizes = list(split) or [small + 1] * larger + [small] * (stages - larger)

@@ -155,7 +155,8 @@ class TensorParallel(Handle):
             if first[id(p)] in split and name not in wrapped:
                 raise Refused(
                     f"{name!r} is tied to {first[id(p)]!r}, which is split, but the layer of "
-                    f"{name!r} is not split: give it a role that splits it, or do not tie them"
+                    f"{name!r} is not split: give this layer a role that splits its weight, or do "
+                    "not tie the two weights"
                 )
         self.cuts |= split
         # The same parameter objects with less in them: ties and hooks on them survive.

@@ -150,7 +150,7 @@ class RowParallelLinear(_Split):
             raise ValueError(
                 f"RowParallelLinear({self.in_features}, {self.out_features}) over "
                 f"{self.group.size} ranks expects {self.own} features per rank, not "
-                f"{inputs.shape[-1]}: put the layer behind a ColumnParallelLinear without "
+                f"{inputs.shape[-1]}: put the layer after a ColumnParallelLinear without "
                 "gather_output, or set input_is_split=False"
             )
         whole = f_bar(F.linear(inputs, self.weight), self.group)

@@ -83,7 +83,7 @@ def split_layers(
         # A router shares out places, and counts, among all tokens of a micro-batch.
         elif sequence_parallel and (role == "router" or getattr(part, "whole_sequence", False)):
             raise Refused(
-                f"option 'sequence_parallel' = True: {name!r} needs all positions, but a rank "
-                "has only a part of them; set sequence_parallel to False"
+                f"option 'sequence_parallel' = True: {name!r} needs all positions of a sample, but "
+                "each rank has only some of these positions; set sequence_parallel to false"
             )
     return layers

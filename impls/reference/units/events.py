@@ -133,9 +133,9 @@ class UnitEvents:
         """A backward has completed the gradient of ``parameter``."""
         if unit not in self.running:
             raise RuntimeError(
-                f"{name!r} received a gradient while unit {unit.name!r}, which owns it, was not "
-                "in its backward: run one forward and one backward per micro-batch; for "
-                "activation checkpointing set use_reentrant=False or use option 'recompute_every'"
+                f"parameter {name!r} received a gradient outside the backward of its unit "
+                f"{unit.name!r}: run one forward and one backward per micro-batch; for activation "
+                "checkpointing, set use_reentrant=False or option 'recompute_every'"
             )
         assert parameter.grad is not None
         self.listener.gradient_arrived(flat, name, parameter.grad)

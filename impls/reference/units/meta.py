@@ -31,16 +31,16 @@ def check(module: nn.Module) -> None:
         return
     if tied := aliases_of(module):
         raise Refused(
-            f"{next(iter(tied))!r} is tied, but a model on meta cannot have tied parameters or "
-            "buffers: build the model on another device"
+            f"{next(iter(tied))!r} is a tied parameter or buffer, but a model on the meta "
+            "device must not have tied tensors: build the model on another device"
         )
     for name, part in module.named_modules():
         own = {**part._parameters, **part._buffers}
         lacking = [leaf for leaf, tensor in own.items() if tensor is not None and tensor.is_meta]
         if lacking and not hasattr(part, "reset_parameters"):
             raise Refused(
-                f"{f'{name}.{lacking[0]}'.lstrip('.')!r} is on meta, and its module "
-                f"({type(part).__name__}) has no reset_parameters() that could give it a value; "
+                f"{f'{name}.{lacking[0]}'.lstrip('.')!r} is on the meta device, and its module "
+                f"({type(part).__name__}) has no reset_parameters() to initialize the tensor: "
                 "add that method, or build the model on another device"
             )
 

@@ -51,7 +51,7 @@ class InMemory(Backend):
         """
         hub = joining.hub
         if hub is None or hub.world != joining.world:
-            raise ValueError(f"{self.name}: give all {joining.world} ranks the same hub")
+            raise ValueError(f"{self.name}: pass the same Hub({joining.world}, ...) to all ranks")
         _group().join(joining.rank, hub, joining.disturbances)
 
     def leave(self) -> bool:

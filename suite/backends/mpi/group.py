@@ -163,7 +163,7 @@ def join(joining: Joining) -> None:
     if (comm.Get_rank(), comm.Get_size()) != (rank, world):
         raise RuntimeError(
             f"MPI gives this process rank {comm.Get_rank()} of {comm.Get_size()}, expected rank "
-            f"{rank} of {world}: start the ranks with `mpirun -np {world}` of the MPI of mpi4py"
+            f"{rank} of {world}: run `mpirun -np {world}` of the MPI library that mpi4py uses"
         )
     limit, store = joining.timeout, joining.store
     c10d.default_pg_timeout = limit  # of groups made later

@@ -140,7 +140,7 @@ class _Landing:
         """``output`` will be ``value``, which is here already."""
         if output.numel() != value.numel():
             raise errors.CollectiveMismatch(
-                f"a buffer of {output.numel()} elements cannot hold a result of {value.numel()}"
+                f"the result has {value.numel()} elements, but its buffer has {output.numel()}"
             )
         if output.data_ptr() != value.data_ptr() or output.stride() != value.stride():
             # What is staged may be written over an input, and this value be one.

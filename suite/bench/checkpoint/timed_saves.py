@@ -108,7 +108,7 @@ class Saves:
         seconds, _ = self.timed(lambda: self.arm.implementation.load(self.root))
         if self.sums() != self.saved:
             raise AssertionError(
-                "the load did not restore what was saved, so this load is not timed"
+                "the loaded state differs from the saved state, so the load is not timed"
             )
         return seconds
 

@@ -45,7 +45,7 @@ app = typer.Typer(
     \b
     shardproof bench reference/ddp pytorch/ddp --size 20m --world 2
     shardproof bench                                all pairs in scenarios/speed
-    shardproof bench data-parallel -k zero3         one of them
+    shardproof bench data-parallel -k zero3         the zero3 pairs of one scenario
     shardproof bench peers --budget 15              only what fits in 15 minutes
     shardproof bench scaling                        strong and weak scaling
     shardproof bench strong -k 'pytorch/ddp and ::2::' --fail-on goal
@@ -53,20 +53,20 @@ app = typer.Typer(
     shardproof bench checkpoint --parameters 200M   saves, loads, stalls
 
     You may omit the subcommand: `bench A B` runs `pair`; `bench SCENARIO` runs `speed` or
-    `scaling`, whichever the scenario is for. `shardproof bench speed --help` has the options.
+    `scaling`, depending on the kind of scenario. Each subcommand has its own options and --help.
 
     \b
-    Exit codes: 0 everything was decided
+    Exit codes: 0 every result was decided
                 1 a crash, a hang, or two sides that train differently;
-                  the verdict `slower` only with --fail-on slower,
-                  the verdict `below` only with --fail-on goal
+                  with --fail-on slower: also the verdict `slower`,
+                  with --fail-on goal: also the verdict `below`
                 2 bad input
-                3 inconclusive, or nothing timed
+                3 a result is inconclusive, or nothing was timed
     """,
 )
 
 
-@app.command(PAIR, cls=OfOneKind, short_help="Two implementations, A and B.")
+@app.command(PAIR, cls=OfOneKind, short_help="Compare two implementations, A and B.")
 @options.grouped()
 def pair(
     names: Annotated[list[str], typer.Argument(metavar="A B", help="two implementations")],
@@ -98,7 +98,7 @@ def pair(
     return of_pair(names, given, how, of_steps, Passes(not of_steps.no_memory, of_steps.score))
 
 
-@app.command(SPEED, cls=OfOneKind, short_help="Pairs of implementations, from speed scenarios.")
+@app.command(SPEED, cls=OfOneKind, short_help="Compare the pairs that speed scenarios list.")
 @options.grouped()
 def speed(
     names: Names = None, *, selected: asked.Selected, how: asked.How, of_steps: asked.OfSteps
@@ -107,7 +107,7 @@ def speed(
 
     \b
     shardproof bench data-parallel -k zero3
-    shardproof bench --shard 1/4 --results part1       a quarter: see `merge`
+    shardproof bench --shard 1/4 --results part1       part 1 of 4: see `merge`
     shardproof bench peers --budget 15                 only what fits in 15 minutes
 
     Among many comparisons some differ by chance: "in this report" marks the differences that remain
@@ -121,7 +121,7 @@ def speed(
     return of_pairs(names or [SPEED], selected, how, of_steps, passes)
 
 
-@app.command(SCALING, cls=OfOneKind, short_help="One rank and many ranks: scaling scenarios.")
+@app.command(SCALING, cls=OfOneKind, short_help="Compare one rank with many (scaling).")
 @options.grouped()
 def scaling(names: Names = None, *, selected: asked.Selected, how: asked.How) -> Any:
     """Compare one rank with N ranks, strong and weak (default: all of scenarios/scaling).
@@ -141,7 +141,7 @@ def scaling(names: Names = None, *, selected: asked.Selected, how: asked.How) ->
     return of_cells(names or [SCALING], selected, how)
 
 
-@app.command(cls=OfOneKind, short_help="Saves and loads of checkpoints.")
+@app.command(cls=OfOneKind, short_help="Time saves and loads of checkpoints.")
 @options.grouped()
 def checkpoint(
     names: Names = None,
@@ -169,7 +169,7 @@ def checkpoint(
     return of_pairs(names or ["checkpoint"], selected, how, goal, Passes(), resize)
 
 
-@app.command(cls=OfOneKind, short_help="Collectives: the backend's own and the suite's.")
+@app.command(cls=OfOneKind, short_help="Time collectives of backend and suite.")
 @options.grouped()
 def collectives(of: asked.OfCollectives) -> Any:
     """Time in turns the backend's own collectives, and those that the suite makes of send and recv.

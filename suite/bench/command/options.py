@@ -29,7 +29,7 @@ class Where(options.Output):
         int | None, typer.Option("--world", metavar="N", min=1, max=1024, help="number of ranks")
     ] = None
     deadline: Annotated[
-        float, typer.Option("--deadline", metavar="S", min=1, help="time limit of a launch")
+        float, typer.Option("--deadline", metavar="S", min=1, help="seconds that a launch may take")
     ] = 900.0
     results: options.Results = None
     dry_run: Annotated[
@@ -46,11 +46,11 @@ class How(Where):
 
     blocks: Annotated[
         int | None,
-        typer.Option("--blocks", metavar="N", min=2, max=100_000, help="repetitions"),
+        typer.Option("--blocks", metavar="N", min=2, max=100_000, help="number of repetitions"),
     ] = None
     launches: Annotated[
         int | None,
-        typer.Option("--launches", metavar="L", min=1, max=1000, help="starts with new ranks"),
+        typer.Option("--launches", metavar="L", min=1, max=1000, help="how often new ranks start"),
     ] = None
     fail_on: Annotated[
         list[FailOn] | None,
@@ -67,7 +67,7 @@ class Selected:
     """A part of what scenarios have."""
 
     expression: Annotated[
-        str, typer.Option("-k", metavar="EXPR", help="only results whose id matches")
+        str, typer.Option("-k", metavar="EXPR", help="time only results whose id matches")
     ] = ""
     shard: options.ShardOption = None
 
@@ -153,8 +153,8 @@ class OfCollectives(Where):
     ] = None
     sizes: Annotated[
         list[str] | None,
-        typer.Option("--bytes", metavar="S", help="4, 64KiB, 16MiB (repeatable)"),
+        typer.Option("--bytes", metavar="S", help="message size, such as 64KiB (repeatable)"),
     ] = None
     rounds: Annotated[
-        int, typer.Option("--rounds", metavar="R", min=1, max=1000, help="calls to time")
+        int, typer.Option("--rounds", metavar="R", min=1, max=1000, help="number of calls to time")
     ] = 7

@@ -68,7 +68,7 @@ class TimedPlan:
         asked = dict.fromkeys(s.bandwidth for s in self.subjects if isinstance(s, Cell))
         if "" in asked and len(asked) > 1:
             what = "some of the chosen cells set a bandwidth and others do not"
-            raise SelectionError(Problem(what, "run one command for each", self.subjects[0].name))
+            raise SelectionError(Problem(what, "run them in two commands", self.subjects[0].name))
         return [bits_per_second(text) for text in asked if text]
 
     def on(self, nodes: Nodes | None) -> TimedPlan:

@@ -194,7 +194,7 @@ def fit(
         raise ValueError(f"{operation}: a cost model needs positive times, not {dict(times)}")
     steps, volume = map(float, cost(operation, algorithm, ranks))
     if not steps:
-        raise ValueError(f"no cost model for {operation} in a group of {ranks}: it sends nothing")
+        raise ValueError(f"no cost model: {operation} sends nothing in a group of size {ranks}")
     # Each row: steps/t * alpha + volume*n/t * beta = 1.
     rows = [(steps / t, volume * n / t) for n, t in sorted(times.items())]
     alpha, beta = least_squares(rows)

@@ -38,7 +38,7 @@ class Compute:
         :raises ValueError: no number of samples, or one below 1.
         """
         if not gradients or min(gradients) < 1:
-            raise ValueError(f"a time model needs at least 1 timed sample, not {dict(gradients)}")
+            raise ValueError(f"a time model needs at least 1 timed sample, got {dict(gradients)}")
         few, many = min(gradients), max(gradients)
         slope = gradients[many] / many
         if few < many:

@@ -25,7 +25,7 @@ def _growing(worlds: list[int]) -> list[int]:
     if worlds != sorted(set(worlds)):
         raise ValueError("list worlds in ascending order, each once")
     if worlds and worlds[0] < 2:
-        raise ValueError("worlds must be 2 or more: 1 rank is always timed, as the base")
+        raise ValueError("each world size must be 2 or more: 1 rank is always timed, as the base")
     return worlds
 
 
@@ -40,7 +40,7 @@ class SystemModel(sides.SideModel):
     @model_validator(mode="after")
     def _has_label(self) -> SystemModel:
         if self.options and self.label is None:
-            raise ValueError("options need a label, so that ids differ: add e.g. `label: mine`")
+            raise ValueError("a system with options needs a unique label: add e.g. `label: mine`")
         return self
 
     @model_validator(mode="after")
@@ -70,9 +70,9 @@ class ScaledSystem(SystemModel):
     @model_validator(mode="after")
     def _names_its_mesh(self) -> ScaledSystem:
         if (self.mesh or self.micro_batches) and self.label is None:
-            raise ValueError("mesh and micro_batches need a label: add `label: ...`")
+            raise ValueError("a system with mesh or micro_batches needs a label: add `label: ...`")
         if self.grows in self.mesh:
-            raise ValueError(f"leave {self.grows} out of `mesh`: `grows` names the same axis")
+            raise ValueError(f"remove {self.grows} from `mesh`: `grows` already names this axis")
         return self
 
 
@@ -99,7 +99,7 @@ def _rate(text: str) -> str:
 
 def _both(base: list[str]) -> list[str]:
     if tuple(base) != BASES:
-        raise ValueError("write both base cases: [plain, wrapped]")
+        raise ValueError("list both base cases in this order: [plain, wrapped]")
     return base
 
 
@@ -151,7 +151,7 @@ def read(paths: Iterable[Path]) -> list[Cell]:
     ids = [cell.id for cell in cells]
     if twice := [name for name in ids if ids.count(name) > 1]:
         raise ScenarioError(
-            [Problem("two cells have equal ids", "give one cell a label", twice[0])]
+            [Problem("two cells have equal ids", "give one of these cells a label", twice[0])]
         )
     return cells
 

@@ -195,7 +195,7 @@ def is_old(engine: Any, image: str) -> bool:
 def _wanted(engine: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """The facts about images, the arguments of their build, and digests of their inputs."""
     if not (ROOT / "Dockerfile").exists():
-        raise NoCluster(f"images can be built only from a checkout: {ROOT} is not one")
+        raise NoCluster(f"{ROOT} has no Dockerfile: build images from a git clone of Shardproof")
     arguments = image_inputs.arguments(os.environ)
     base = _base_image(engine)
     found = _found(engine, base)
@@ -284,6 +284,6 @@ def _base_image(engine: Any) -> str:
         if made.returncode == 0:
             return OWN_BASE
     raise NoCluster(
-        f"no base image: {wanted} cannot be pulled; as root, `apt-get install debootstrap` and try "
-        "again, or set BASE_IMAGE to an image with Python 3.11 and its venv module"
+        f"the base image {wanted} cannot be pulled: set BASE_IMAGE to an image with Python 3.11 "
+        "and its venv module; or, as root, run `apt-get install debootstrap` and this command again"
     )

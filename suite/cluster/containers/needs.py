@@ -25,15 +25,15 @@ def require_gpus(engine: Any, torch: str) -> None:
     """
     if RUNTIME not in engine.info().get("Runtimes", {}):
         raise NoCluster(
-            f"the engine gives no GPUs to containers: it has no runtime {RUNTIME}; install "
+            f"the engine gives no GPUs to containers, because it has no runtime {RUNTIME}: install "
             "the NVIDIA container toolkit, run `nvidia-ctk runtime configure --runtime=docker` and "
             "restart the engine; or choose --backend gloo"
         )
     if image_inputs.is_locked(torch):
         raise NoCluster(
-            "the images contain a torch without CUDA: set the variables IMAGE=shardproof-gpu "
-            f"TORCH={torch}+cu130 TORCH_INDEX=https://download.pytorch.org/whl/cu130 before the "
-            "command, which then builds images for GPUs"
+            "the images contain a torch without CUDA: to build images for GPUs, run the command "
+            f"with the environment variables IMAGE=shardproof-gpu TORCH={torch}+cu130 "
+            "TORCH_INDEX=https://download.pytorch.org/whl/cu130"
         )
 
 

@@ -129,7 +129,7 @@ class NodeFaults:
 
     def _slow_node(self, node: int) -> Callable[[], None]:
         if self._declared[node].cpus is not None:
-            raise NoCluster("the cores of the node are capped already: leave out --cpus")
+            raise NoCluster("slow_node cannot cap cores that are capped already: leave out --cpus")
         self._nodes[node].update(cpu_period=_PERIOD, cpu_quota=_SLOW_QUOTA)
         return lambda: self._nodes[node].update(cpu_quota=-1)
 

@@ -160,7 +160,7 @@ def _worlds(entries: Sequence[Entry]) -> Problem | None:
                 f"rank {first.rank} ({first.host}) was started with {first.world} ranks, "
                 f"rank {entry.rank} ({entry.host}) with {entry.world}"
             )
-            return Problem(what, "set WORLD_SIZE to the number of all ranks, on every node")
+            return Problem(what, "on every node, set WORLD_SIZE to the total number of ranks")
     return None
 
 

@@ -209,8 +209,8 @@ class Place:
             ),
             "Ping failed": Problem(f"another program, not rank 0, listens at {where}", free),
             "timed out": Problem(
-                f"rank {self.rank} found no rank 0 at {where} in {MEETING_SECONDS:g} s",
-                "start rank 0 at that address, and check that this machine can reach it",
+                f"rank {self.rank} could not reach rank 0 at {where} within {MEETING_SECONDS:g} s",
+                "start rank 0 at that address, and check that this machine can connect to rank 0",
             ),
         }
         found = (problem for word, problem in known.items() if word in str(error))

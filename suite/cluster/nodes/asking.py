@@ -43,7 +43,7 @@ def ask(folder: Path, what: str, node: int, seconds: float = 0.0) -> None:
         with (folder / PIPE).open("w") as pipe:
             pipe.write(json.dumps(request) + "\n")
     except OSError as error:
-        raise NotDone(f"faults cannot be injected into nodes here: {error}") from None
+        raise NotDone(f"this run cannot inject faults into nodes: {error}") from None
     deadline = time.monotonic() + _ANSWER_SECONDS
     while not answer.exists():
         if time.monotonic() > deadline:

@@ -44,7 +44,7 @@ class NodeInformant(Informant):
                 self._agent.connect(str(self._door))
                 self._agent.send(pickle.dumps((inform, folder)))
             except OSError as error:
-                raise NodeGone(f"the agent of {self._door.name} is gone: {error}") from None
+                raise NodeGone(f"cannot reach the agent of {self._door.name}: {error}") from None
             if not select.select([listener], [], [], _MEET_SECONDS)[0]:
                 raise NodeGone(f"{self._door.name} started no process within {_MEET_SECONDS:g} s")
             line, _ = listener.accept()

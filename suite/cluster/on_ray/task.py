@@ -111,7 +111,7 @@ class Server:
         except OSError:
             line = b""
         if not line.endswith(b"\n"):
-            raise ServerGone("the worker process ended while it ran cases; see its log in Ray")
+            raise ServerGone("the worker process ended during a case: see its log with `ray logs`")
         return line
 
     def close(self) -> None:

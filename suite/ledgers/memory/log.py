@@ -98,7 +98,7 @@ class MemoryLog(Stored):
         """
         peaks = self.peaks(kind)
         if (step, phase) not in peaks:
-            raise KeyError(f"the log has no {phase} in step {step}, only {sorted(peaks)}")
+            raise KeyError(f"the log has no phase {phase!r} in step {step}; it has {sorted(peaks)}")
         return peaks[step, phase]
 
     def peaks(self, kind: str | None = None) -> dict[tuple[int, str], Peak]:
@@ -149,7 +149,7 @@ class MemoryLog(Stored):
             if mark == name and step in (None, of_step):
                 return position
         known = ", ".join(f"{mark} of step {of_step}" for mark, of_step, _ in self.marks)
-        raise KeyError(f"the log has no mark {name!r} of step {step}, only {known or 'none'}")
+        raise KeyError(f"no mark {name!r} of step {step} in the log; its marks: {known or 'none'}")
 
     def _lives(self) -> tuple[set[int], set[int]]:
         """Storages that outlived the forward of their birth; those that outlived its whole step."""

@@ -272,7 +272,7 @@ class Checkpoint:
         path = self.folder / file.name
         data = exactly(self._file(file.name), path, 0, file.header_bytes)
         if head_bytes(data[:8], file.bytes, path, MOST_BYTES) != file.header_bytes:
-            raise CheckpointError(path, "its header is not as long as the index says", TAKE_ANOTHER)
+            raise CheckpointError(path, "the header length differs from the index", TAKE_ANOTHER)
         found = read_head(data, file.bytes, path)
         told = {e.key: (e.dtype, e.place.own_shape, e.begin, e.end) for e in file.entries}
         for key in sorted(found.keys() | told.keys()):
@@ -302,7 +302,8 @@ def find(path: Path) -> Path:
         raise NotCommitted(path, "this path is not a folder", "name the folder of a checkpoint")
     if (path / MANIFEST).exists():
         if path.is_symlink():
-            raise NotCommitted(path, "this path is a link: links are not followed", TAKE_ANOTHER)
+            what = "this path is a symbolic link: links are not followed"
+            raise NotCommitted(path, what, "name the folder that the link points to")
         return path
     try:
         folder = newest(path)
@@ -314,7 +315,7 @@ def find(path: Path) -> Path:
         return folder
     if torn or (path / PART).exists() or any(path.glob("*" + DATA)):
         what = f"this folder has no {MANIFEST}: the save was cut short, so there is no checkpoint"
-        raise NotCommitted(path, what, "load an earlier, complete checkpoint, or save this again")
+        raise NotCommitted(path, what, "load an earlier, complete checkpoint, or save a new one")
     raise NotCommitted(path, "this folder holds no checkpoint", "name a folder with checkpoints")
 
 

@@ -25,6 +25,7 @@ from shardproof.impls.reference.checkpoint.errors import TAKE_ANOTHER, Checkpoin
 #: At most so many bytes and values are parsed: under 150 MiB of memory, whatever they are.
 MOST_BYTES = 8 << 20
 MOST_VALUES = 250_000
+SMALLER = f"to save, use more ranks or fewer tensors; to load, {TAKE_ANOTHER}"
 #: What stands between a file's fields and their checksum.
 SEAL = b',\n"crc32": '
 
@@ -61,10 +62,10 @@ def require_bounds(data: bytes, file: Path) -> None:
     """
     if len(data) > MOST_BYTES:
         what = f"the file has {len(data)} bytes of JSON, but at most {MOST_BYTES} are allowed"
-        raise CheckpointError(file, what, "save with more ranks or fewer tensors; " + TAKE_ANOTHER)
+        raise CheckpointError(file, what, SMALLER)
     if sum(map(data.count, (b",", b"[", b"{", b":"))) > 2 * MOST_VALUES:
         what = f"the file has more than {MOST_VALUES} values of JSON"
-        raise CheckpointError(file, what, "save with more ranks or fewer tensors; " + TAKE_ANOTHER)
+        raise CheckpointError(file, what, SMALLER)
 
 
 def parse(data: bytes, file: Path) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def parse(data: bytes, file: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:  # UnicodeDecodeError is one
         raise CheckpointError(
-            file, f"this file is not JSON: {str(error)[:200]}", TAKE_ANOTHER
+            file, f"this file is not valid JSON: {str(error)[:200]}", TAKE_ANOTHER
         ) from None
     if not isinstance(found, dict):
         raise CheckpointError(file, "the JSON of this file is not a mapping", TAKE_ANOTHER)
@@ -92,7 +93,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = max(Counter(name for name, _ in pairs).items(), key=lambda item: item[1])[0]
-        raise ValueError(f"the name {twice[:80]!r} occurs twice")
+        raise ValueError(f"the key {twice[:80]!r} occurs twice in one mapping")
     return found
 
 
@@ -115,7 +116,7 @@ class Fields:
         """A text of at most ``most`` characters."""
         value = self.data.get(name)
         if not isinstance(value, str) or len(value) > most:
-            raise self.wrong(name, f"a text of at most {most} characters", value)
+            raise self.wrong(name, f"a string of at most {most} characters", value)
         return value
 
     def number(self, name: str, most: int = 1 << 62) -> int:
@@ -129,7 +130,7 @@ class Fields:
         """A list of whole numbers from 0 to ``most``, at most 64 of them."""
         value = self.items(name)
         if len(value) > 64 or any(type(v) is not int or not 0 <= v <= most for v in value):
-            raise self.wrong(name, f"up to 64 whole numbers from 0 to {most}", value)
+            raise self.wrong(name, f"a list of at most 64 whole numbers from 0 to {most}", value)
         return tuple(value)
 
     def items(self, name: str) -> list[Any]:

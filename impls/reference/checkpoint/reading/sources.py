@@ -66,7 +66,7 @@ class Sources:
         what = f"{NOUNS[kind]} {piece.name!r} was not saved"
         if (first := self.checkpoint.manifest.about.aliases.get(piece.name)) is not None:
             what += f"; when the checkpoint was saved, it was tied to {first!r}"
-        raise self.refusal(what, "load into a fresh instance of the same model")
+        raise self.refusal(what, "load into a new instance of the same model before its first step")
 
     def dtype(self, name: Name) -> torch.dtype:
         """The saved dtype."""

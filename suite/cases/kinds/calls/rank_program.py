@@ -176,7 +176,7 @@ class _Caller:
             if looks % 20 == 0 and self.store.add(f"{self.case.id}/raised", 0):
                 raise RankEnded(f"fewer than {count} ranks reached {key!r}: another rank failed")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"fewer than {count} ranks reached {key!r}")
+                raise TimeoutError(f"fewer than {count} ranks reached {key!r} in {DEADLINE:g} s")
             time.sleep(LATE / 4)
 
     def _met(self, cell: Cell, flight: Flight) -> None:
