@@ -100,9 +100,8 @@ class Options:
             raise Refused(f"option 'order' = {self.order!r}: use {names} or a list of workers")
         if self.momentum == "by_worker" and not self.max_staleness:
             raise Refused(
-                "option 'momentum' = 'by_worker' with max_staleness = 0: each update uses one sum "
-                "of all workers' gradients, so no worker has its own momentum; set momentum to "
-                "shared, or max_staleness to 1"
+                "option 'momentum' = 'by_worker' with max_staleness = 0: one update sums all "
+                "workers' gradients; set momentum to shared, or max_staleness to 1"
             )
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
@@ -244,10 +243,7 @@ class ReferenceAsyncSGD(Implementation):
     ) -> None:
         """Start all ranks from rank 0's values; servers take the parameters that they own."""
         if optimizer.scaler is not None:
-            raise Refused(
-                "optimizer.scaler: workers update independently, so they cannot skip a step "
-                "together; leave the scaler out"
-            )
+            raise Refused("optimizer.scaler: async workers skip no step together; leave it out")
         self.build, self.comm = build, mesh.comm("replicate")
         self.options = parse_options(Options, options)
         self.module = build(mesh.device)

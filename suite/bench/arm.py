@@ -58,8 +58,7 @@ class Arm:
     ) -> None:
         if run.first_rank_only:
             ranks = (0,)
-        options = run.side.options
-        cls = registry.load(run.side.implementation)
+        options, cls = run.side.options, registry.load(run.side.implementation)
         capabilities = cls.capabilities(options)
         device = backends.BACKENDS[run.backend].device
         self.mesh = mesh_of(run.axes, device, ranks)
@@ -68,9 +67,7 @@ class Arm:
         members = range(run.world) if ranks is None else ranks
         workers = [r for r in members if cls.role(r, len(members), options) == "worker"]
         shares = data_shares(run.axes, members, workers)
-        self.coordinate, of = shares.get(rank), max(shares.values()) + 1
-        if share is not None:
-            self.coordinate, of = share
+        self.coordinate, of = share or (shares.get(rank), max(shares.values()) + 1)
         self.batches = [self._share(number, of, device) for number in range(BATCHES)]
         lends = capabilities.initial_state == "everywhere" or rank == members[0]
         self.state = self.workload.state() if lends else None

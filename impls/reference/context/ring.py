@@ -134,8 +134,12 @@ class Ring:
             if seen[source]:
                 rows = seen[source].rows
                 part = self.partial(query[..., rows, :], block, seen[source])
-                held = result[..., rows, :], total[..., rows]
-                result[..., rows, :], total[..., rows] = self.merged(held, part)
+                if number == 0:
+                    # The block of this rank: there is nothing yet to merge with.
+                    result, total = part
+                else:
+                    held = result[..., rows, :], total[..., rows]
+                    result[..., rows, :], total[..., rows] = self.merged(held, part)
             if not is_last:
                 block = coming()
         return result, total
