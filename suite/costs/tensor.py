@@ -102,9 +102,7 @@ class TensorParallel(CostModel):
         """The embedding of positions."""
         found = [t for t in self.facts.parameters if self.facts.role(t) == "positions"]
         if not found:
-            raise NoCostModel(
-                "no parameter has the role 'positions', so the width of the model is unknown"
-            )
+            raise NoCostModel("no parameter has the role 'positions': its width is unknown")
         return found[0]
 
     @property
@@ -125,8 +123,10 @@ class TensorParallel(CostModel):
         columns = sum(facts.roles.get(name) in _COLUMNS for name in layers)
         rows = sum(facts.roles.get(name) == "row" for name in layers)
         again = bool(facts.option("recompute_every", 0))
-        item = ITEMSIZE[self.table.dtype]
-        hidden = [n * self.padded(length) * width * item for n, length in self.shapes]
+        if idle := next((name for name in sorted(facts.roles) if not facts.is_reached(name)), ""):
+            raise NoCostModel(f"no traffic formula: no backward pass of the step uses {idle!r}")
+        width *= ITEMSIZE[self.table.dtype]
+        hidden = [n * self.padded(length) * width for n, length in self.shapes]
         #   forward    x --> column --> row --[sum]--> y      the row's output is a partial sum,
         #   backward   dx <--[sum]-- column <-- row <-- dy    and so is dx, the input's gradient
         # One more of each: what leaves the embedding, what enters a head that is split.
@@ -185,8 +185,7 @@ class TensorParallel(CostModel):
         terms = [(t, n * ITEMSIZE[t.dtype]) for t, n in self.terms()]
         if not facts.option("sum_each_backward", False):
             return model.flow(facts, "tensor", "all_reduce", [sum(n for _, n in terms)])
-        idle = next((t.name for t, _ in terms if not t.in_every_backward), None)
-        if idle is not None:
+        if idle := next((t.name for t, _ in terms if not t.in_every_backward), ""):
             raise model.NoCostModel(f"no traffic formula: not every backward pass uses {idle!r}")
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
 
