@@ -149,12 +149,12 @@ def parse(options: Mapping[str, Any], stage: int) -> ZeroOptimization:
             stages = ", ".join(map(str, _users(key)))
             raise Refused(
                 f"option 'zero_optimization.{key}' has no effect in stage {stage} (only in "
-                f"stages: {stages}); leave it out"
+                f"stages: {stages}); leave the option out"
             )
     if chosen.offloads_optimizer and not chosen.compute_grad_norm:
         raise Refused(
             "option 'zero_optimization.compute_grad_norm' = False: DeepSpeed always computes "
-            "the norm when the optimizer is offloaded; set offload_optimizer.device to none"
+            "the norm when the optimizer is offloaded; set offload_optimizer.device to 'none'"
         )
     return chosen
 

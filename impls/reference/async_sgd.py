@@ -101,12 +101,12 @@ class Options:
         if self.momentum == "by_worker" and not self.max_staleness:
             raise Refused(
                 "option 'momentum' = 'by_worker' with max_staleness = 0: one update sums all "
-                "workers' gradients; set momentum to shared, or max_staleness to 1"
+                "workers' gradients; set momentum to 'shared', or max_staleness to 1"
             )
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
                 f"option 'order' = 'in_turn' with max_staleness = {self.max_staleness}: no "
-                "gradient is stale in this order; set max_staleness to 0, or set order to slow"
+                "gradient is stale in this order; set max_staleness to 0, or order to 'slow'"
             )
 
     def arrivals(self, workers: int) -> Iterator[int]:
@@ -243,7 +243,7 @@ class ReferenceAsyncSGD(Implementation):
     ) -> None:
         """Start all ranks from rank 0's values; servers take the parameters that they own."""
         if optimizer.scaler is not None:
-            raise Refused("optimizer.scaler: async workers skip no step together; leave it out")
+            raise Refused("optimizer.scaler: async workers cannot skip steps; leave the scaler out")
         self.build, self.comm = build, mesh.comm("replicate")
         self.options = parse_options(Options, options)
         self.module = build(mesh.device)

@@ -103,8 +103,8 @@ class Options(Compressing):
         at_least("bucket_bytes", self.bucket_bytes, 1)
         if self.compress is not None and self.compress.method == "onebit":
             raise Refused(
-                "option 'compress.method' = 'onebit': the size of its residuals depends on the "
-                "number of members, which can change; use cast, topk, randomk, powersgd or sign"
+                "option 'compress.method' = 'onebit': the residuals depend on the member count, "
+                "which can change; use 'cast', 'topk', 'randomk', 'powersgd' or 'sign'"
             )
 
 

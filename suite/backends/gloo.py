@@ -58,7 +58,7 @@ def problem_of_interface(given: str) -> Problem | None:
     there, state = [name for _, name in socket.if_nameindex()], psutil.net_if_stats()
     for name in filter(None, (given or loopback()).split(",")):
         if name not in there:
-            remedy = f"unset {INTERFACE}, or set it to one of {', '.join(there)}"
+            remedy = f"unset {INTERFACE}, or set the variable to one of {', '.join(there)}"
             return Problem(f"{INTERFACE}={given}, but this machine has no interface {name}", remedy)
         families = {one.family for one in psutil.net_if_addrs().get(name, ())}
         if not state[name].isup or families.isdisjoint((socket.AF_INET, socket.AF_INET6)):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 EFFICIENCY = "efficiency"
 _MARKS: dict[str, Mark] = {"slower": "bad", "faster": "good"}
 _NOTE = (
-    "Ratios are those that each run measured by itself, side by side; seconds of two runs are "
+    "Each run measured its ratios with both systems side by side; seconds of two runs are "
     "never compared. Change: the ratio of the two ratios, its 95 % interval (Welch), p by Holm "
     "over this table. Margin: 5 %, or what the A/A pairs of both runs leave open."
 )

@@ -53,7 +53,7 @@ class OnNodes(NodeCommand):
     """``shardproof cluster bench``."""
 
     name = "bench"
-    help = """Time ranks in containers: `shardproof bench`, with its options.
+    help = """Run `shardproof bench` with ranks in containers. Its options also work.
 
     \b
     shardproof cluster bench reference/ddp pytorch/ddp          2 nodes with 1 rank each

@@ -349,7 +349,7 @@ class _Rank:
 
         def observe(point: Point) -> None:
             if point not in contract.POINTS:
-                raise BrokenContract(f"step {step}: observe({point!r}): unknown point")
+                raise BrokenContract(f"step {step}: observe({point!r}): not in contract.POINTS")
             if point in observed:
                 raise BrokenContract(f"step {step}: observe({point!r}) was called twice")
             with log.observe(point) if log else nullcontext():

@@ -24,11 +24,11 @@ checkpoints = typer.Typer(
     shardproof checkpoint diff PATH OTHER       differences between two checkpoints
     shardproof checkpoint convert PATH FOLDER --to full
 
-    PATH is a checkpoint, or a folder of checkpoints; then the newest checkpoint is used.
+    PATH is a checkpoint, or a folder of checkpoints (the newest checkpoint is used).
     """,
 )
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder with checkpoints (newest)")
+    Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder (its newest checkpoint)")
 ]
 
 
@@ -37,7 +37,7 @@ def inspect(
     path: PathArgument,
     names: Annotated[bool, typer.Option("--names", help="print a row for each tensor")] = False,
 ) -> None:
-    """Show the contents of a checkpoint: strategy, mesh, step, tensors. Reads no tensor.
+    """Show the contents of a checkpoint: strategy, mesh, step, names of tensors (no values).
 
     Exit code 2: there is no checkpoint, or its manifest, an index or a header is damaged.
 
@@ -57,10 +57,10 @@ def inspect(
 
 @checkpoints.command(short_help="Read a whole checkpoint and check every byte.")
 def verify(path: PathArgument) -> None:
-    """Read every byte and compare it with the checksums; then give a SHA-256 of the contents.
+    """Read every byte, compare it with the checksums, and print the SHA-256 of the contents.
 
     The SHA-256 covers names, dtypes, shapes and elements, not files: two formats of one checkpoint
-    have the same SHA-256. Exit code 2: a place is damaged; the output has a line for each.
+    have the same SHA-256. Exit code 2: the output has a line for each damaged place.
 
     \b
     shardproof checkpoint verify checkpoints
@@ -87,9 +87,9 @@ def diff(
 ) -> None:
     """Compare two checkpoints bit for bit, tensor by tensor, whatever their formats and layouts.
 
-    Lists the tensors that only one checkpoint has. For each tensor that differs, prints its norms
-    and the first element that differs. Exit codes: 0 no difference, 1 some differences, 2 a
-    checkpoint cannot be read.
+    The output lists the tensors that only one checkpoint has. For each tensor that differs, it
+    shows the norms and the first element that differs. Exit codes: 0 no difference, 1 some
+    differences, 2 a checkpoint cannot be read.
 
     \b
     shardproof checkpoint diff checkpoints/step-00000012-save-0002-3fa94c11-7be2 checkpoints
@@ -116,14 +116,14 @@ def convert(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="the folder for the new checkpoint")
     ],
-    to: Annotated[Literal["full", "sharded", "dcp"], typer.Option("--to", help="the format")],
+    to: Annotated[Literal["full", "sharded", "dcp"], typer.Option("--to", help="the new format")],
     ranks: Annotated[
-        int, typer.Option("--ranks", metavar="N", min=1, max=16384, help="files if sharded")
+        int, typer.Option("--ranks", metavar="N", min=1, max=16384, help="files of 'sharded'")
     ] = 1,
 ) -> None:
-    """Write a checkpoint in another format, verified on the way; the old one is kept.
+    """Write a checkpoint in another format. The old checkpoint is verified, and it is kept.
 
-    `full` is for other tools: model.safetensors has the names of the module. `sharded` has equal
+    `full` is for other tools: model.safetensors uses the module's names. `sharded` has equal
     parts for N ranks; no load needs this format, because every system reads every layout.
 
     \b

@@ -29,8 +29,8 @@ clusters = typer.Typer(
 
     \b
     shardproof cluster run ddp-gpt --nodes 2               ranks on two nodes
-    shardproof cluster bench strong --bandwidth 100mbit    over a slow network
-    shardproof cluster build                               the images alone
+    shardproof cluster bench strong --bandwidth 100mbit    speed over a slow network
+    shardproof cluster build                               build the images only
     shardproof cluster clean                               remove leftovers
     """,
 )
@@ -51,7 +51,7 @@ def run(
         ),
     ] = "",
 ) -> None:
-    """Run cases with ranks in containers, and judge them: `shardproof run`, with its options.
+    """Run and judge cases with ranks in containers. The options of `shardproof run` also work.
 
     \b
     shardproof cluster run                                      the quick matrix
@@ -65,16 +65,16 @@ def run(
     shardproof cluster run ddp-gpt --fault kill_node,node=1     the effect of a killed node
     shardproof cluster run ddp-gpt --delay 10 --slow-node 1:cpus=0.5
 
-    Builds the images if they are missing or old (from a checkout), with DeepSpeed and MPI if a case
+    Images that are missing or old are built (from a checkout), with DeepSpeed and MPI if a case
     needs one of them. `verify`, `report`, `compare` and `gate` accept the run folder like any
     other; run.json lists images, nodes, and the node of each rank. Ranks of backend in_memory are
-    threads: these cases run in the head.
-    --fault strikes when the first rank of a node reaches a step (from 0; default 1) of a
-    case (from 1, of those with a rank there): kill (that rank), kill_node, pause_node, cut_node
-    (from the network), slow_node, fill_memory, fill_disk, stop_head, stop_client. Words: node=,
+    threads: these cases run in the head container.
+    --fault strikes when the first rank of a node reaches a step (from 0; default 1) of a case
+    (number from 1, among the cases of this node): kill (this rank), kill_node, pause_node, cut_node
+    (from the network), slow_node, fill_memory, fill_disk, stop_head, stop_client. Its keys: node=,
     case=, step=, phase=forward|backward|update, seconds= (of a pause or cut; default: to the end).
-    Caps are measured before the run. If one is more than 20 % off, the command prints both figures
-    and ends with exit code 3.
+    Limits are measured before the run. If a limit is missed by more than 20 %, the command prints
+    both values and ends with exit code 3.
     A class or scenario file of your own is mounted read only, with its folder.
     """
     from shardproof.commands import run as in_head

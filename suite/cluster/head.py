@@ -26,8 +26,8 @@ PASSING_ON = {"ignore_unknown_options": True}
 SHARDPROOF = ("python3", "-m", "shardproof")
 #: Options of the command in the head that mean nothing there.
 _NOT_THERE = {
-    "on": "leave it out: cases are judged in the head container",
-    "junit": "leave it out: the run folder holds junit.xml",
+    "on": "leave --on out: cases are judged in the head container",
+    "junit": "leave --junit out: the run folder holds junit.xml",
     "dry_run": "run the command without `cluster`",
     "again": "run the command without `cluster`: it trains nothing",
 }

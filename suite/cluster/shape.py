@@ -82,7 +82,7 @@ class Shape:
     """
 
     nodes: Annotated[
-        int, typer.Option("--nodes", metavar="K", min=1, max=MOST_NODES, help="nodes")
+        int, typer.Option("--nodes", metavar="K", min=1, max=MOST_NODES, help="number of nodes")
     ] = 2
     ranks_per_node: Annotated[
         int,
@@ -119,7 +119,7 @@ class Shape:
             metavar="MS",
             min=1,
             max=10_000,
-            help="extra milliseconds for a message to another node",
+            help="milliseconds added to each message between nodes",
         ),
     ] = None
     slow: Annotated[
@@ -128,7 +128,7 @@ class Shape:
             "--slow-node",
             metavar="N:CAP",
             parser=slow_node,
-            help="slow node: 1:cpus=0.5, or 1:bandwidth=10mbit",
+            help="limit of node N, such as 1:cpus=0.5 or 1:bandwidth=10mbit",
         ),
     ] = None
     all_packages: Annotated[

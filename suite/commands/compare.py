@@ -31,14 +31,14 @@ Host = Literal["github"]
 class ShownOptions:
     """How `compare` shows what it found, or the baseline that it writes in place of that."""
 
-    form: Form = option("table", "--format", help="form of the output")
+    form: Form = option("table", "--format", help="format of the output")
     as_json: bool = option(False, "--json", help="the same as --format json")
     by: By | None = option(
-        None, "--by", help="one row per strategy or backend; hardware: one column per machine"
+        None, "--by", help="strategy, backend: one row for each; hardware: one column per machine"
     )
     only_changed: bool = option(False, "--only-changed", help="hide equal and undecided rows")
     save: Path | None = output_option("--save", "write the runs to FILE as one baseline")
-    force: bool = option(False, "--force", help="let --save replace an existing FILE")
+    force: bool = option(False, "--force", help="allow --save to replace an existing file")
     into: Path | None = output_option(
         "--into", "write Markdown into FILE, between the comments hardware:begin and hardware:end"
     )
@@ -62,7 +62,7 @@ class ShownOptions:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN RUN...", help="runs, baselines or bundles; reference first"),
+        typer.Argument(metavar="RUN RUN...", help="runs, baselines, bundles (reference first)"),
     ],
     *,
     shown: ShownOptions,
@@ -150,10 +150,10 @@ class Outputs:
     """The places for findings of `gate` other than the terminal."""
 
     summary: Path | None = output_option("--summary", "write a Markdown summary to FILE")
-    append: bool = option(False, "--append", help="let --summary add to FILE, not replace it")
+    append: bool = option(False, "--append", help="append to the file of --summary")
     junit: Path | None = output_option("--junit", "write JUnit XML to FILE")
     annotations: Host | None = option(
-        None, "--annotations", help="print annotations at lines of scenarios and policy"
+        None, "--annotations", help="print annotations for lines of scenario and policy files"
     )
 
 
@@ -165,13 +165,13 @@ def gate(
         str, typer.Option("--against", metavar="BASELINE", help="baseline, run folder, or id")
     ],
     policy: Path | None = option(
-        None, "--policy", metavar="FILE", help="what breaks the gate (default: the list above)"
+        None, "--policy", metavar="FILE", help="rules that break the gate (default: see above)"
     ),
     outputs: Outputs,
     verify: bool = option(
         False, "--verify", help="judge the run again from its records, as `verify` does"
     ),
-    on: str | None = option(None, "--on", metavar="DATE", help="judge as of this day: YYYY-MM-DD"),
+    on: str | None = option(None, "--on", metavar="DATE", help="use this day as today: YYYY-MM-DD"),
 ) -> None:
     """Check a run against a baseline; a policy file says what breaks the gate.
 
@@ -188,7 +188,7 @@ def gate(
     - a fail, crash or hang, or refused options
     - a verdict worse than in the baseline
     - an exact figure that is worse, changed or missing
-    - a slowdown measured above 5 % whose interval excludes "not slower"
+    - a measured slowdown above 5 %, if its interval excludes "not slower"
     - a missing case, fault or ratio
     Results better than the baseline, and cases that did not fit into a budget,
     are only reported.
@@ -197,7 +197,7 @@ def gate(
     can also recompute its digests. Use --verify to judge the run again from its records; this takes
     about as long as `shardproof verify`.
 
-    Exit codes: 0 held, 1 broken by the policy, 2 bad input, 3 nothing is comparable or decided.
+    Exit codes: 0 the gate held, 1 the run broke it, 2 bad input, 3 nothing comparable or decided.
     """
     from shardproof.compare import policy as policies
     from shardproof.compare.compare import compare as compared

@@ -23,7 +23,7 @@ Format = Literal["table", "markdown", "html"]
 
 def report(
     run: options.Run = None,
-    form: Annotated[Format, typer.Option("--format", help="form of the report")] = "table",
+    form: Annotated[Format, typer.Option("--format", help="format of the report")] = "table",
     into: Annotated[
         Path | None,
         options.output(
@@ -213,7 +213,7 @@ def bundle(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="default: <run-id>.tar.gz here"),
+        typer.Option("--output", "-o", metavar="FILE", help="archive (default: <run-id>.tar.gz)"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace FILE if it exists")] = False,
 ) -> None:

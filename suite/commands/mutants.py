@@ -25,7 +25,7 @@ class HowPlanted(options.Output):
         None, "--impl", metavar="P", help="select faults by a glob on their names or parents"
     )
     tier: options.TierName = option(
-        "full", "--tier", help="exit code if --budget leaves out faults: 3 (full) or 0 (quick)"
+        "full", "--tier", help="changes the check `memory` and the exit code (see above)"
     )
     depth: Literal["family"] | None = option(
         None, "--depth", help="judge bytes by general bounds; a fault is caught if any check fails"
@@ -50,15 +50,15 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     A fault is a changed copy of one implementation, the parent of the fault. A fault survives if
     the check that must catch the fault does not fail (with --depth family: if no check fails). If a
     fault survives, the exit code is 1. The output has one line for each system with faults, and
-    lists every fault that survives. With -v, it shows which check catches which fault. The check
-    `memory` runs for every fault (--tier full), or only for faults that need it (--tier quick).
+    lists every fault that survives. With -v, it shows which check catches which fault. --tier full
+    runs the check `memory` for every fault; --tier quick, only for faults that need it. If --budget
+    leaves out faults, the exit code is 3 with --tier full, and 0 with --tier quick.
 
     With --campaign N, each fault is planted in up to N random cases: those that `run --campaign`
     draws for its parent. A fault is caught if a check fails with the fault and passes without it.
-    The output shows the share of faults caught after 1, 2, ... N cases. A fault that survives does
+    `kills-by-n.json` has the share of faults caught after 1, 2, ... N cases. Faults that survive do
     not change the exit code, but if a parent fails a case, the exit code is 1. --seed also sets the
-    order of the faults, so the faults that fit into --budget are a random sample. The results are
-    in `kills-by-n.json` in the run folder.
+    order of the faults, so the faults that fit into --budget are a random sample.
 
     \b
     shardproof mutants
@@ -73,7 +73,7 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
 
     part, is_quick = session.part, how.tier == "quick"
     if how.campaign is None and how.seed is not None:
-        remedy = "leave it out: without --campaign cases are fixed"
+        remedy = "leave --seed out: without --campaign, cases are fixed"
         raise SelectionError(Problem("--seed needs --campaign", remedy, str(how.seed)))
     chosen = choose_mutants(how.impl or ["*"])
     if how.campaign is not None:

@@ -110,7 +110,7 @@ Scenarios = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SCENARIO",
-        help="files, folders, scenario names or case ids (default: conformance and checkpoint)",
+        help="files, folders, scenarios or case ids (default: folders conformance and checkpoint)",
     ),
 ]
 Impl = Annotated[
@@ -124,8 +124,8 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="B",
-        help="select the cases of backend B; a backend other than gloo and in_memory (such as mpi) "
-        "also runs the cases of these two",
+        help="select the cases of backend B. If B is not gloo or in_memory (for example mpi), the "
+        "cases of gloo and in_memory are selected too, and they run on B",
     ),
 ]
 World = Annotated[
@@ -156,7 +156,7 @@ Budget = Annotated[
 Jobs = Annotated[
     int | None,
     typer.Option(
-        "-j", metavar="JOBS", min=1, max=256, help="cases to run at once (default: one per core)"
+        "-j", metavar="JOBS", min=1, max=256, help="number of parallel cases (default: 1 per core)"
     ),
 ]
 
@@ -324,12 +324,12 @@ class HowRun(Output):
     """Where and how far cases are run, what is printed, and which other files are written."""
 
     on: str | None = option(
-        None, "--on", metavar="RAY", callback=_place, help="run on Ray: ray (local) or ray://HOST"
+        None, "--on", metavar="RAY", callback=_place, help="run on Ray: 'ray' (local) or ray://HOST"
     )
     fail_fast: int | None = option(
         None, "--fail-fast", "--maxfail", metavar="N", min=1, help="stop when N cases have failed"
     )
-    first_failure: bool = option(False, "-x", help="stop at the first failure (as --maxfail 1)")
+    first_failure: bool = option(False, "-x", help="stop at the first failure, as --maxfail 1")
     junit: Path | None = output_option("--junit", "also write JUnit XML to FILE")  # noqa: RUF009
     dry_run: bool = option(False, "--dry-run", "--collect-only", help="only print the cases")
 
@@ -352,7 +352,7 @@ class Filters:
     backend: BackendOption = None
     world: World = None
     like: str = option(
-        "", "--like", metavar="P", help="run your class in the cases of systems that glob P matches"
+        "", "--like", metavar="P", help="your class gets the cases of systems that match the glob P"
     )
     expression: Expression = ""
     tier: Tier = "quick"

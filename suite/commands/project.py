@@ -69,7 +69,7 @@ def _unknown(command: Any, table: Mapping[str, Any], file: str, name: str) -> It
             yield from _unknown(commands[key], value, file, f"{name}.{key}")
         elif key in _TYPED:
             what = f"[{name}]: this option cannot be set here"
-            yield Problem(what, "give it on the command line", key, file)
+            yield Problem(what, "give the option on the command line", key, file)
         elif key not in known or isinstance(value, Mapping):
             valid = (*known, *commands)
             yield Problem(f"[{name}]: unknown key", nearest(key, valid, "keys"), key, file)

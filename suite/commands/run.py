@@ -28,7 +28,7 @@ class Others:
 
     campaign: options.Campaign = None
     drawn: str | None = option(
-        None, "--case", metavar="ID", help="run one random case (of a campaign), given its full id"
+        None, "--case", metavar="ID", help="run the case of a campaign that has this full id"
     )
     resume: bool = option(
         False, "--resume", help="continue the run in --results (default: the newest run)"
@@ -121,9 +121,9 @@ def _require_fitting(
         what = "the run keeps its planned cases"
         if clash := next((name for name in sorted(given) if given[name]), ""):
             only = f"{clash} is only for a new run"
-            raise SelectionError(Problem(only, f"leave it out: {what}", given[clash]))
+            raise SelectionError(Problem(only, f"leave {clash} out: {what}", given[clash]))
     if others.resume and others.rerun_failed:
-        remedy = "give one: --resume for cases without a result, --rerun-failed for failed cases"
+        remedy = "choose one: --resume for cases without a result, --rerun-failed for failed cases"
         raise SelectionError(Problem("--resume and --rerun-failed cannot be combined", remedy))
     for name in filters.scenarios or ():
         if (Path(name) / "run.json").is_file():

@@ -96,7 +96,7 @@ def supervised(
             if error.errno not in UNWRITABLE or error.filename is None:
                 raise
             cause = f"{error.filename}: {error.strerror}"
-            mend = "make room" if error.errno in FULL else "make it writable"
+            mend = "make room" if error.errno in FULL else "make the path writable"
             kept = "what was written" if is_kept else "nothing"
             goes_on = is_kept and folder.goes_on
             then = "" if goes_on else " run it again"

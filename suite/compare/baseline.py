@@ -22,7 +22,7 @@ from shardproof.runs.integrity import require_unedited
 FORMAT = 1
 KIND = "shardproof baseline"
 MAX_BYTES = 64 << 20
-AGAIN = "write it again by `shardproof compare RUN --save FILE`"
+AGAIN = "write the baseline again by `shardproof compare RUN --save FILE`"
 _GZIP = b"\x1f\x8b"
 _HEAD = ("name", "taken", "hardware", "machine")
 _PARTS = ("cases", "timed")

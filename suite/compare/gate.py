@@ -361,7 +361,7 @@ class _Judge:
                     message = f"{passing} of {len(matched)} cases pass: narrow the pattern"
             elif failing and entry.until < self.today and index not in self.broken:
                 rule = "expired"
-                message = f"expired on {entry.until}, and no result needs it: remove it"
+                message = f"expired on {entry.until}, and no result needs this entry: remove it"
             elif len(matched) == len(self.after.results) > 1:
                 rule = "too wide"
                 message = f"matches all {len(matched)} results, excuses {failing}: narrow it"

@@ -203,7 +203,7 @@ def check(policy_file: PolicyFile, before: Snapshot, after: Snapshot, today: dat
         if not any(fnmatchcase(name, pattern) for name in known):
             noun = "figures" if known is names else "ids"
             what = f"{load.dotted(path)}: matches none of the {noun} of either run"
-            remedy = nearest(pattern, known, noun) if known is names else "correct or remove it"
+            remedy = nearest(pattern, known, noun) if known is names else "edit or remove the entry"
             problems.append(
                 Problem(what, remedy, pattern, policy_file.file, policy_file.line(path))
             )

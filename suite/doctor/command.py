@@ -19,8 +19,8 @@ def doctor(
 ) -> None:
     """Check this machine for problems that break runs or make results wrong, and print remedies.
 
-    Also says what connects GPUs and nodes (NVLink, InfiniBand), and which timeouts and settings of
-    torch and NCCL are in effect.
+    It also shows what connects GPUs and nodes (NVLink, InfiniBand), and which timeouts and settings
+    of torch and NCCL are in effect.
 
     \b
     shardproof doctor

@@ -116,9 +116,9 @@ def _shared_memory() -> Finding:
         return Finding("/dev/shm", "note", text, "mount a tmpfs there for faster runs")
     size, remedy = shutil.disk_usage(folder), ""
     if size.total < SHARED_BYTES:
-        remedy = "it is too small; in containers: --shm-size 1g (their default is 64 MiB)"
+        remedy = "/dev/shm is too small; in containers: --shm-size 1g (default: 64 MiB)"
     elif size.free < SHARED_BYTES:
-        remedy = "remove what fills it, or make it larger (in containers: --shm-size 1g)"
+        remedy = "remove files from /dev/shm, or enlarge it (in containers: --shm-size 1g)"
     text = f"{size.free / 2**20:.0f} of {size.total / 2**20:.0f} MiB free"
     return look("/dev/shm", text, remedy)
 

@@ -204,7 +204,7 @@ def infiniband(
     pattern = variables.get("NCCL_IB_HCA", "")
     if active and pattern and not chosen([port.name for port in active], pattern):
         names = _some([port.name.split(":")[0] for port in active])
-        remedy = f"name an active one ({names}), or unset it"
+        remedy = f"name an active port ({names}), or unset NCCL_IB_HCA"
         yield Finding("NCCL_IB_HCA", "note", "selects no active port", remedy)
     if active and not off and not opened.exists():
         remedy = "in containers: --device=/dev/infiniband and --ulimit memlock=-1"

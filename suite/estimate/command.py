@@ -50,7 +50,7 @@ def _assigned(given: list[str] | None, option: str, example: str) -> dict[str, A
         if not (key and sign):
             raise SelectionError(Problem(f"{option} is not KEY=VALUE", f"write {example}", text))
         if key in values:
-            raise SelectionError(Problem(f"{option} has {key} twice", "give it once", text))
+            raise SelectionError(Problem(f"{option} has {key} twice", "give one value", text))
         try:
             values[key] = json.loads(value)
         except ValueError:
@@ -85,7 +85,7 @@ def estimate(
         typer.Option(
             "--mesh",
             metavar="A=N,...",
-            help="size of each axis; a missing data axis gets --gpus divided by the other sizes",
+            help="size of each axis; shard (or replicate) gets the rest of --gpus by default",
         ),
     ] = "",
     accounting: Annotated[
@@ -101,12 +101,12 @@ def estimate(
     recompute: Annotated[
         str,
         typer.Option(
-            "--recompute", help="none, selective (attention scores), or N (every N layers)"
+            "--recompute", help="'none', 'selective' (attention scores), or N (every N layers)"
         ),
     ] = "none",
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", metavar="K=V", help="set an option of --impl: offload=optimizer"),
+        typer.Option("--option", metavar="K=V", help="option of --impl, such as offload=optimizer"),
     ] = None,
     models: Annotated[bool, typer.Option("--models", help="list the models and exit")] = False,
 ) -> None:
@@ -121,8 +121,8 @@ def estimate(
     shardproof estimate --models
 
     The checks `memory` and `traffic` compare measured bytes with the same formulas, tolerance 0. A
-    GB is 10^9 bytes; memory is that of the rank that holds the most bytes. --accounting sets the
-    bytes per parameter for parameter, gradient and optimizer state (docs/estimate.md).
+    GB is 10^9 bytes; memory is that of the rank that holds the most bytes. --accounting sets how
+    many bytes the value, gradient and optimizer state of a parameter take (docs/estimate.md).
     """
     from shardproof.estimate import shapes
 

@@ -27,8 +27,8 @@ def explain(
 ) -> None:
     """Explain a case, a check or a verdict, and what to do next.
 
-    For a case, prints how the case trains, its checks, the command that runs the case, and its
-    verdict in the newest run.
+    For a case, the output shows how the case trains, its checks, the command that runs the case,
+    and its verdict in the newest run.
 
     \b
     shardproof explain hang

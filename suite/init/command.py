@@ -69,9 +69,9 @@ def init(
 ) -> None:
     """Write a test, scenario, policy, baseline and workflow for a strategy of your own.
 
-    Adds a line to .gitignore, so that runs (results/) stay out of the repository.
+    It adds a line to .gitignore, so that runs (results/) stay out of the repository.
 
-    Runs the scenario once (8 cases, under a minute) and stores the results as the baseline. The
+    It runs the scenario once (8 cases, under a minute) and stores the results as the baseline. The
     exit codes are those of `run`. If the exit code is 2 or 130 (Ctrl-C), nothing is written. If no
     case passes (exit code 1 or 3), there is no baseline to store, and only the scenario is written.
     You can then run the scenario again.
@@ -119,7 +119,7 @@ def _ignoring(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
-        remedy = f"make it a text file with the line {RESULTS}"
+        remedy = f"replace it by a text file with the line {RESULTS}"
         raise SelectionError(Problem(f"cannot be read: {error}", remedy, file=str(path))) from None
     if {line.strip() for line in text.splitlines()} & {*_SAME}:
         return ""

@@ -25,7 +25,7 @@ ROOMY_BYTES = 256 << 20
 #: Bytes that a file may have where this was imported, before any code of a user's ran.
 _FILE_BYTES = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
 #: Begins what a rank says that had no room because of what it did.
-BY_ITSELF = "by itself this process "
+BY_ITSELF = "this process itself "
 
 
 class Workspace:

@@ -153,7 +153,7 @@ def _histories(
         joins = place and event.order == place - 1 and event.step == updates[-1][0].step
         is_possible = 0 <= event.version <= event.order and 0 <= event.worker < shares
         if not is_possible or not is_new or not (event.order == place or joins):
-            raise ValueError(f"reported update {min(event.order, place)} is impossible: {event}")
+            raise ValueError(f"update {min(event.order, place)} is impossible: {event}")
         if event.order == place:
             updates.append([])
         updates[-1].append(event)

@@ -201,8 +201,8 @@ class _Training:
         if self.draws[0]:
             if rule == "synced":
                 raise NotJoined(
-                    "buffers = 'synced' needs a reference run on one rank, which cannot use a "
-                    "different dropout mask for each rank"
+                    "buffers = 'synced' does not work with dropout: its reference run has one rank "
+                    "and cannot use a different dropout mask for each rank"
                 )
             builds = (workload.build_for(0, number) for number, _ in enumerate(self.ranks))
             self.draws = [read_draws(build("meta")) for build in builds]
@@ -247,8 +247,8 @@ class _Training:
             return [[] for _ in batches]
         if self.rule == "synced":
             raise NotJoined(
-                "buffers = 'synced' needs a reference run on one rank, which cannot compute the "
-                "loss terms of this model"
+                "buffers = 'synced' does not work with loss terms over several micro-batches: its "
+                "reference run has one rank and cannot compute these terms"
             )
         parts = []
         for number, batch in enumerate(batches):
@@ -519,7 +519,7 @@ def _joint(
     """The ``synced`` rule: micro-batches of equal index run as one; updates ``buffers``."""
     counts = [len(batch.micro_batches) for batch in batches]
     if len(set(counts)) > 1:
-        raise NotJoined(f"buffers = 'synced' needs equal numbers of micro-batches, not {counts}")
+        raise NotJoined(f"buffers = 'synced': ranks have different micro-batch counts: {counts}")
     losses = [0.0] * len(batches)
     for parts in zip(*(batch.micro_batches for batch in batches), strict=True):
         outputs = device.forward(torch.cat([micro.inputs for micro in parts]))

@@ -60,7 +60,7 @@ def _program(name: str, what: str) -> str:
     path = program()
     if not path:
         problem = f"ranks cannot import this {what} from a notebook, console or pipe"
-        remedy = "write it into a file (in a notebook: %%writefile mine.py) and import it"
+        remedy = "write the code into a file (in a notebook: %%writefile mine.py) and import it"
         raise SelectionError(Problem(problem, remedy, name))
     return path
 
@@ -96,8 +96,8 @@ def subject(
     systems = [name for name in there if name not in BELONGS]
     if len(systems) + (implementation is not None) != 1:
         names = ", ".join(("an implementation", *(f"{name}=" for name in registry.takers())))
-        what = "several things to judge at once" if systems else "nothing is given to judge"
-        raise SelectionError(Problem(what, f"give one of: {names}"))
+        what = "several things to judge are given" if systems else "nothing to judge is given"
+        raise SelectionError(Problem(what, f"give one of these: {names}"))
     for name, owner in BELONGS.items():
         if name in there and owner not in there:
             raise SelectionError(Problem(f"{name}= needs {owner}=", f"give {owner}= as well"))

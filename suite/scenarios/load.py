@@ -62,7 +62,7 @@ def load(path: Path) -> ScenarioFile:
     if kind := kind_of(path):
         raise ScenarioError([_not_judged(path, f"a {kind.name} scenario", kind)])
     if _has(path, _POLICY) and not _has(path, "matrix"):
-        remedy = "use it in `shardproof gate RUN --against BASELINE --policy FILE`"
+        remedy = "use the file in `shardproof gate RUN --against BASELINE --policy FILE`"
         raise ScenarioError(Problem("is a policy, not a scenario", remedy, file=_shown(path)))
     return of_node(read(path), _shown(path))
 

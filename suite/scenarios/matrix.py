@@ -103,7 +103,7 @@ class _Expansion:
         cells: dict[tuple[str, ...], Cell] = {}
         for cell in self._product(["matrix"], scenario.matrix, None):
             if cell.key in cells:
-                remedy = "give one of them a label"
+                remedy = "give one entry a label"
                 self._add(["matrix"], "two cells are the same", remedy, " ".join(cell.key))
                 break
             cells[cell.key] = cell

@@ -90,7 +90,7 @@ def _wrong_checkpoint(plan: schema.CheckpointKeys, scenario: schema.Scenario) ->
         yield ["again_at"], "again_at must lie between save_at and the last step", remedy, again
     for key in ("again_at", "trained"):
         if scenario.faults and (given := getattr(plan, key)):
-            yield [key], f"{key} cannot be combined with a fault plan", "leave it out", given
+            yield [key], f"{key} cannot be combined with a fault plan", f"leave {key} out", given
     # Steps after the load have numbers of their own.
     if plan.trained > save:
         yield ["trained"], "trained must not exceed save_at", f"valid: 0 to {save}", plan.trained

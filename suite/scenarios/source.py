@@ -105,7 +105,7 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = f"byte 0x{raw[error.start]:02x} at offset {error.start}"
-        raise refuse("not UTF-8 text", "save it as UTF-8", byte) from None
+        raise refuse("not UTF-8 text", "save the file as UTF-8", byte) from None
     return parse(text, shown, noun, optional)
 
 
@@ -233,7 +233,7 @@ class _Reader:
                 continue
             if key.value in value:
                 what = f"key given twice, first on line {node.keys[key.value].line}"
-                raise self.error(key.line, what, "keep one", key.value)
+                raise self.error(key.line, what, "keep one of them", key.value)
             value[key.value] = self._node(child)
             node.keys[key.value] = key
         for part in merged:
@@ -245,13 +245,13 @@ class _Reader:
     def _plain(self, text: str, line: int) -> Scalar:
         """The meaning of ``text`` without quotes."""
         if _WORDS.match(text):
-            remedy = "write true, false or null, or quote it if it is a name"
+            remedy = "write true, false or null, or quote the value if it is a name"
             raise self.error(line, "this word is ambiguous", remedy, text)
         value = resolve(text)
         if isinstance(value, OverflowError):
             raise self.error(line, "this number has too many digits", "use at most 18", text)
         if isinstance(value, float) and not math.isfinite(value):
-            raise self.error(line, "number is not finite", "quote it if it is a name", text)
+            raise self.error(line, "number is not finite", "quote the value if it is a name", text)
         return value
 
 

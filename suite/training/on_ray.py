@@ -108,7 +108,7 @@ def _cluster(where: str, world: int) -> Iterator[Any]:
     try:
         ray.init(address, **how)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        remedy = "start a cluster with `ray start --head`, or set the same Ray token on both sides"
+        remedy = "run `ray start --head`, or use the Ray token of the cluster in this process"
         raise LaunchError(Problem(f"no Ray cluster answers: {error}", remedy, where)) from None
     try:
         yield ray

@@ -57,10 +57,10 @@ class Watched:
         typer.Option(
             "--replicas",
             metavar="SETS",
-            help="sets of ranks that hold the same parameters. Write all (one set), a number R "
-            "(each R consecutive ranks are a set), the sets (0,2/1,3) or the mesh (replicate=2,"
-            "tensor=2: ranks that differ only along replicate or context are a set) [default: from "
-            "the script's wrappers and meshes; all ranks, if the script has none]",
+            help="sets of ranks that hold the same parameters. One of: 'all' (one set); a number R "
+            "(every R consecutive ranks are one set); the sets, such as 0,2/1,3; the mesh, such as "
+            "replicate=2,tensor=2 (ranks that differ only on the axes replicate and context are "
+            "one set) [default: from the script's wrappers and meshes; 'all' if it has none]",
         ),
     ] = ""
     every: Annotated[
@@ -78,8 +78,8 @@ class Watched:
             "--standstill",
             metavar="S",
             min=1,
-            help="stop all ranks after S seconds in which no rank computes, enters or leaves a "
-            "collective. If every rank waits for another one (in a collective or in backward()), "
+            help="stop all ranks if, for S seconds, no rank computes and no rank enters or leaves "
+            "a collective. If every rank waits for another one (in a collective or in backward()), "
             "the limit is 10 seconds, or S if S is smaller",
         ),
     ] = 60.0
@@ -144,7 +144,7 @@ def watch(
     line of the script, or run `torchrun --nproc-per-node 4 -m shardproof.watch train.py`.
 
     \b
-    Finds:
+    It finds:
     - parameters that differ between ranks at the start
     - gradients, optimizer state and parameters that differ at a step (checksums of
       their bits at steps 1 to 3, then at every K-th step (--every K), and at the end)
@@ -153,7 +153,7 @@ def watch(
     - collectives whose order or shape differs between ranks
     - numbers of steps that differ between ranks
     - ranks that die, stop or wait forever, and the script line where each rank is
-    Also reports bytes by operation, memory by kind of tensor, and what `watch` could not see.
+    It also reports bytes by operation, memory by kind of tensor, and what `watch` could not see.
 
     `watch` only compares ranks with one another; there is no reference run. It does not find a
     mistake that is the same on all ranks, or a rank that reads the wrong samples

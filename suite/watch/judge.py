@@ -181,7 +181,7 @@ def _of_dumps(folder: Path) -> Judged:
     try:
         found = autopsy.find(flight_recorder.standings(folder))
     except ValueError as error:
-        remedy = "remove it: only plain values are read, and no code is run"
+        remedy = "remove the file: only plain values are read, and no code is run"
         raise SelectionError(Problem(str(error), remedy)) from None
     if found is None:
         why = "all ranks made the same calls, by the Flight Recorder's dumps"

@@ -86,5 +86,5 @@ def test_verdict_and_sentence(results: dict[str, dict[str, Any]], name: str) -> 
     assert says in result.reason, result.reason
     assert result.rerun.startswith("shardproof run")
     if (own := name.partition(":")[2]) in bad_implementations.WRONG_TYPES:
-        said = ("unknown point", "observe(", "is not a known word")
+        said = ("not in contract", "observe(", "is not a known word")
         assert own in result.reason or any(words in says for words in said)

@@ -136,7 +136,7 @@ def test_room_that_a_system_took_is_its_own_fault(
         result = ends_on(disk, way, case, monkeypatch)
     assert result.verdict == "crash", result.reason
     if way == "limit":
-        assert "by itself this process limits files to 1,000 bytes: [Errno 27]" in result.reason
+        assert "this process itself limits files to 1,000 bytes: [Errno 27]" in result.reason
 
 
 @pytest.mark.parametrize("way", ["work folder", "inodes"])

@@ -88,7 +88,7 @@ def test_what_each_rank_has_of_its_own_is_not_made_into_one(tmp_path: Path, comm
     words = [str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "dcp"]
     code, _, err = command("checkpoint", "convert", *words)
     assert code == 2
-    assert "has 2 different copies of" in err and "choose the format full or sharded" in err
+    assert "has 2 different copies of" in err and "choose the format 'full' or 'sharded'" in err
     assert not (tmp_path / "theirs").exists()
 
 

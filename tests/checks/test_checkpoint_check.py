@@ -501,7 +501,7 @@ def test_the_run_that_loads_does_no_more_than_that_beside_a_fault_plan(
     told = done.stdout + done.stderr
     assert done.returncode == 2 and f"{file}:13: " in told, told
     what = f"checkpoint plan same: {key} cannot be combined with a fault plan"
-    assert f"{what} (2) - leave it out" in told
+    assert f"{what} (2) - leave {key} out" in told
 
 
 def test_plans_are_in_ids_rules_match_them_and_other_systems_leave_loads_by_name_out() -> None:

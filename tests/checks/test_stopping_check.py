@@ -145,7 +145,7 @@ def test_the_rule_by_hand() -> None:
 
 
 def test_knobs_that_end_nothing_are_refused() -> None:
-    with pytest.raises(WorkloadError, match="nothing ends training; set one of the three"):
+    with pytest.raises(WorkloadError, match="nothing ends training; set one of these keys"):
         votes.resolve(WorkloadSpec("votes", params={"patience": 0}))
     with pytest.raises(WorkloadError, match="must be one of 'none', 'count', 'stop'"):
         votes.resolve(WorkloadSpec("votes", params={"not_finite": "ignore"}))

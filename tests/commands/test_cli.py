@@ -385,7 +385,7 @@ HYBRIDS = {
     "{schedule: zb_v}, {pipe: 2}": "asks for 4 stages, but charnames_gpt has 3 units",
     "{schedule: {orders: [[F0@0], [F0@1, BW0@1]]}}, {pipe: 2}": "rank 0 never does B0@0",
     "{schedule: interleaved}, {pipe: 2}": "not 3; use 4 micro-batches",
-    "{data: zero1}, {replicate: 2}": "this mesh has replicate = 2: set replicate: 1",
+    "{data: zero1}, {replicate: 2}": "this mesh has replicate = 2: set replicate to 1",
 }
 
 

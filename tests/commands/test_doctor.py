@@ -84,7 +84,7 @@ def test_a_name_that_is_the_loopback_is_a_trap_between_machines(
 
 @pytest.mark.parametrize(
     ("total", "free", "state", "says"),
-    [(64, 64, "bad", "too small"), (4096, 100, "bad", "what fills it"), (4096, 4000, "good", "")],
+    [(64, 64, "bad", "too small"), (4096, 100, "bad", "remove files"), (4096, 4000, "good", "")],
 )
 def test_shared_memory_that_is_small_is_no_shared_memory_that_is_full(
     total: int, free: int, state: str, says: str, monkeypatch: pytest.MonkeyPatch

@@ -252,8 +252,8 @@ def test_a_project_has_defaults_that_typed_options_replace(tmp_path: Path) -> No
         (["[tool.shardproof.rum]", "x = 1"], "unknown key (rum) - did you mean run?"),
         (
             ['results = "here"'],
-            "[tool.shardproof]: this option cannot be set here (results) - give it on the "
-            "command line",
+            "[tool.shardproof]: this option cannot be set here (results) - give the option "
+            "on the command line",
         ),
         (['tier = "all"'], "'all' is not one of 'quick', 'full'"),
         (["tier ="], "cannot be read: "),

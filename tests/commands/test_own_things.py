@@ -280,8 +280,8 @@ def test_what_is_declined_must_mean_something(system: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({}, "nothing is given to judge - give one of: an implementation, hook=, optimizer="),
-        ({"implementation": "plain", "hook": own.averages}, "several things to judge at once"),
+        ({}, "nothing to judge is given - give one of these: an implementation, hook=, optimizer="),
+        ({"implementation": "plain", "hook": own.averages}, "several things to judge are given"),
         ({"hook": lambda state, bucket: None}, "ranks cannot import this hook .*<lambda>"),
         ({"hook": "nowhere:mine"}, "'nowhere:mine': cannot be imported: ModuleNotFoundError"),
         ({"hook": "own_things:dist"}, "'own_things:dist': <module .* cannot be called"),

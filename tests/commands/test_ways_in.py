@@ -300,7 +300,7 @@ def test_doctor_names_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     finding = doctor._interface()
     assert finding.state == "bad" and "this machine has no interface eth77" in finding.found
-    assert ", or set it to one of" in finding.remedy
+    assert ", or set the variable to one of" in finding.remedy
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     assert doctor._interface().state == "good"
 

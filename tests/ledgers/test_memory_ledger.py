@@ -270,7 +270,7 @@ def test_an_exception_closes_the_ledger() -> None:
     events = len(run.ledger.log.events)
     del kept
     assert len(run.ledger.log.events) == events, "a closed ledger is deaf"
-    with pytest.raises(RuntimeError, match="entered only once"):
+    with pytest.raises(RuntimeError, match="works in one `with` only"):
         run.ledger.__enter__()
 
 

@@ -142,7 +142,7 @@ def test_a_disk_that_becomes_read_only(tmp_path: Path, command: Any, played: lis
 
 @pytest.mark.parametrize(
     ("number", "mend"),
-    [(errno.ENOSPC, "make room"), (errno.EROFS, "make it writable")],
+    [(errno.ENOSPC, "make room"), (errno.EROFS, "make the path writable")],
     ids=["full", "read-only"],
 )
 @pytest.mark.parametrize("is_planned", [True, False])

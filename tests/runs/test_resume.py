@@ -65,7 +65,7 @@ def test_filters_narrow_within_the_plan(command: Any, run: Path) -> None:
         (("--backend", "in_memory", "--backend", "nccl"), "--backend: not planned in this run"),
         (("--world", "4"), "--world: not planned in this run (4) - planned: 1, 2"),
         (("-k", "adamw"), "-k matches nothing (adamw)"),
-        (("--rerun-failed",), "--resume and --rerun-failed cannot be combined - give one"),
+        (("--rerun-failed",), "--resume and --rerun-failed cannot be combined - choose one"),
         (("--tier", "full"), "--tier: not planned in this run (full) - planned: quick"),
         (("--campaign", "3"), "--campaign and --case draw their own cases - leave out --resume"),
     ],

@@ -292,7 +292,7 @@ def test_a_part_stays_a_part(command: Any, tmp_path: Path) -> None:
     own = _cut(CASES, Shard(1, 2)).names(1)
     for words in (("--resume",), ("--rerun-failed",)):
         code, _, err = command("run", *words, "--results", str(part), "--shard", "1/2")
-        assert code == 2 and "--shard is only for a new run (1/2) - leave it out" in err
+        assert code == 2 and "--shard is only for a new run (1/2) - leave --shard out" in err
     code, out, err = command("run", "--resume", "--results", str(part), "--dry-run")
     assert code == 0 and len(out.split()) == 2 and set(out.split()) <= own, err
     with RunFolder(part, ["run", "--resume"]) as folder:

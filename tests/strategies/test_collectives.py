@@ -306,7 +306,7 @@ def test_a_reducer_leaves_to_the_backend_what_it_has_no_algorithm_for() -> None:
 def test_a_reducer_refuses_a_world_of_no_whole_nodes() -> None:
     own = reducer(all_reduce=Hierarchical(ranks_per_node=2))
     own.check(4)
-    with pytest.raises(Refused, match=r"ranks_per_node 2: the 3 ranks .* nodes of that size; set"):
+    with pytest.raises(Refused, match=r"ranks_per_node = 2: the 3 ranks .* nodes of that size"):
         own.check(3)
     reducer(all_reduce="rabenseifner").check(3)
 

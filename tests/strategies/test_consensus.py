@@ -148,7 +148,7 @@ def test_ranks_that_vote_on_different_steps_all_raise() -> None:
 
     _, errors = threads(body, 3)
     assert all(isinstance(error, VotesDiffer) for error in errors)
-    assert "voted after different steps ([10, 11, 10]" in str(errors[0])
+    assert "after different steps (ranks 0, 1, ...: steps [10, 11, 10]" in str(errors[0])
 
 
 @pytest.mark.parametrize(

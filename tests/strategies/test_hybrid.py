@@ -150,7 +150,7 @@ def test_shards_without_replicas_say_what_would_do_on_every_rank() -> None:
 
     for told in succeed(body, 2):
         assert "option 'data' = 'zero3'" in told
-        assert "replicate = 2: set replicate: 1, or use data: fsdp" in told
+        assert "replicate = 2: set replicate to 1, or data to 'fsdp'" in told
 
 
 @pytest.mark.parametrize(

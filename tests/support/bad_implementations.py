@@ -279,7 +279,7 @@ WRONG_TYPES: dict[str, tuple[str, Any, str]] = {
     "ListedNorm": ("norm", [1.0], "norm returned list"),
     "NoMetrics": ("metrics", None, "metrics returned None, expected a dict"),
     "TextMetrics": ("metrics", {"scale": "1"}, "metrics returned str, expected named numbers"),
-    "UnknownPoint": ("observe", "gradient_final", "observe('gradient_final'): unknown point"),
+    "UnknownPoint": ("observe", "gradient_final", "observe('gradient_final'): not in contract"),
     "NoState": ("local_state", None, "local_state('parameters') returned None, expected a list"),
     "TextState": ("local_state", "all", "local_state('parameters') returned str"),
     "GeneratedState": ("generator", None, "returned generator, expected a list of Piece"),

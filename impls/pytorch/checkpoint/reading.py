@@ -297,7 +297,7 @@ def find(path: Path) -> Path:
         raise NotCommitted(path, what, remedy) from None
     if not (found / folders.DCP).is_file():
         what = f"the folder holds {folders.FULL}, a single file of torch, and no sharded checkpoint"
-        raise NotCommitted(found, what, "load it with torch.load(weights_only=True)")
+        raise NotCommitted(found, what, "load this file by torch.load(weights_only=True)")
     return found
 
 

@@ -46,7 +46,7 @@ def _require_one_copy(source: Checkpoint) -> None:
                 f"the checkpoint has {len(copies)} different copies of {name!r}, one per rank, "
                 "but dcp stores one tensor per name"
             )
-            raise CheckpointError(source.folder, what, "choose the format full or sharded")
+            raise CheckpointError(source.folder, what, "choose the format 'full' or 'sharded'")
 
 
 def write_dcp(source: Checkpoint, root: Path) -> Path:
@@ -58,7 +58,7 @@ def write_dcp(source: Checkpoint, root: Path) -> Path:
     about = source.manifest.about
     folder = folders.folder(root, about.step)
     if folder.exists():
-        remedy = "name another folder, or remove this one"
+        remedy = "name another folder, or remove the old folder"
         raise CheckpointError(folder, f"a folder for step {about.step} already exists", remedy)
     _require_one_copy(source)
     spec = spec_of(source)

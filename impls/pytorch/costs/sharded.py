@@ -324,8 +324,8 @@ class FSDP1(_Upstream):
         name = self.recomputed(name for name, _ in self.flats)
         if name is not None:
             raise model.NoCostModel(
-                f"no traffic formula: unit {name!r} is inside a recomputed block, and the "
-                "recomputation may stop before that unit"
+                f"no traffic formula: unit {name!r} is in a recomputed block; recomputation may "
+                "stop early, so it is not known whether this unit is gathered again"
             )
 
     def reduced_bytes(self) -> list[int]:

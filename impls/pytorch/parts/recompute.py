@@ -38,7 +38,7 @@ def single_unit(recompute_every: int) -> None:
     if recompute_every > 1:
         raise Refused(
             f"option 'recompute_every' = {recompute_every}: torch's checkpoint wrapper "
-            "recomputes each unit by itself; valid: 0, 1"
+            "recomputes each unit separately, not groups of units; valid: 0, 1"
         )
 
 

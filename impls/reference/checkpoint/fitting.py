@@ -54,8 +54,8 @@ def _require_same_ranks(system: Engine, checkpoint: Checkpoint) -> None:
     copies = max((len(checkpoint.copies[name]) for name in names), default=1)
     if copies > 1:
         what = (
-            f"the checkpoint was saved while {copies} ranks trained alone, so it holds {copies} "
-            "different models"
+            f"the checkpoint was saved between synchronizations, so its {copies} ranks have "
+            f"{copies} different models"
         )
-        remedy = f"load it with the same strategy on {copies} ranks, or save when they synchronize"
+        remedy = f"load with the same strategy on {copies} ranks, or save after a synchronization"
         raise CheckpointError(checkpoint.folder, what, remedy)

@@ -30,10 +30,10 @@ class ByAlgorithm(Reducer):
         option = self.chosen.all_reduce
         if isinstance(option, Hierarchical) and ranks % option.ranks_per_node:
             raise Refused(
-                "option 'all_reduce' = hierarchical with ranks_per_node "
-                f"{option.ranks_per_node}: the {ranks} ranks that reduce together cannot be "
-                f"divided into nodes of that size; set ranks_per_node to a divisor of {ranks}, "
-                "or choose another algorithm (rabenseifner works for any number of ranks)"
+                "option 'all_reduce' = 'hierarchical' with ranks_per_node = "
+                f"{option.ranks_per_node}: the {ranks} ranks of an all-reduce cannot be divided "
+                f"into nodes of that size; set ranks_per_node to a divisor of {ranks}, or choose "
+                "another algorithm ('rabenseifner' works for any number of ranks)"
             )
 
     def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:

@@ -108,7 +108,7 @@ class Heads:
             raise Refused(
                 f"option 'method' = 'all_to_all': {heads} heads and {own} KV heads cannot be "
                 f"divided among the {ranks} ranks of the axis 'context'; set context to one of "
-                f"{', '.join(map(str, fits))}, or set method to ring or all_gather"
+                f"{', '.join(map(str, fits))}, or set method to 'ring' or 'all_gather'"
             )
         return part.repeat_interleave(max(1, ranks // own), 1)
 

@@ -278,7 +278,7 @@ def lossy(exact: Capabilities, options: Any) -> Capabilities:
         raise Refused(
             "option 'compress' with 'precision': gradients would be rounded before they are "
             "compressed; leave 'compress' or 'precision' out (to sum in another dtype, set "
-            "compress.method to cast)"
+            "compress.method to 'cast')"
         )
     if getattr(options, "sharding_strategy", "") == "HYBRID_SHARD":
         raise Refused(

@@ -227,7 +227,7 @@ class ReferenceHybrid(ReferencePipeline):
                 raise Refused(
                     f"option 'schedule' with 'data' = 'zero2': {IN_TURN}, but one data coordinate "
                     f"has {own} micro-batches and another has {most}; give all data coordinates "
-                    "the same number, or set data to zero1"
+                    "the same number, or set data to 'zero1'"
                 )
         return super().backward(batch) if self.is_cut else Engine.backward(self, batch)
 

@@ -96,7 +96,7 @@ class Options(PipelineOptions, Training):
             for name, none in (("precision", Precision()), ("offload", "none")):
                 if getattr(self, name) != none:
                     raise Refused(
-                        f"option {name!r} does not exist for 'data' = {self.data!r}; leave it out"
+                        f"option {name!r} does not exist for 'data' = {self.data!r}: remove the key"
                     )
             return options
         return replace(options, precision=self.precision, offload=self.offload)
@@ -143,14 +143,14 @@ def check(options: Options, mesh: Mesh) -> None:
         raise Refused(
             f"option 'data_options.compress' does not work with 'data' = {data!r} in a "
             "pipeline: micro-batches are compressed in the order of the schedule, which the "
-            "reference run does not know; set data to ddp or zero1, or to fsdp with "
+            "reference run does not know; set data to 'ddp' or 'zero1', or to 'fsdp' with "
             "accumulate_without_communication"
         )
     if data.startswith("zero") and mesh.size("replicate") > 1:
         raise Refused(
             f"option 'data' = {data!r} splits state over the axis 'shard' and has no replicas, "
-            f"but this mesh has replicate = {mesh.size('replicate')}: set replicate: 1, or "
-            "use data: fsdp with data_options.sharding_strategy HYBRID_SHARD"
+            f"but this mesh has replicate = {mesh.size('replicate')}: set replicate to 1, or "
+            "data to 'fsdp' with data_options.sharding_strategy 'HYBRID_SHARD'"
         )
     if data == "fsdp" and has_data:
         wanted, strategy = fsdp.AXES[inner.sharding_strategy], inner.sharding_strategy
@@ -216,7 +216,7 @@ def check_experts(options: Options, mesh: Mesh) -> None:
         raise Refused(
             "option 'experts' with a schedule that computes weight gradients (W) later than input "
             "gradients (B): tokens would be sent to their experts twice, in B and in W; choose "
-            "gpipe, 1f1b or interleaved"
+            "'gpipe', '1f1b' or 'interleaved'"
         )
     others = {"precision": Precision(), "offload": "none"}
     for name, none in others.items():

@@ -130,8 +130,8 @@ class TrainsAlone(Engine):
         """
         if self.scaler is not None:
             raise Refused(
-                "a system with a loss scaler cannot be saved: a checkpoint has one loss scale, "
-                "but ranks that train alone have different loss scales; leave the scaler out"
+                "this system cannot be saved with a loss scaler: each rank has its own loss scale, "
+                "but a checkpoint holds only one loss scale; leave the scaler out"
             )
         return super().save(path, extra)
 

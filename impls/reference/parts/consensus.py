@@ -151,8 +151,8 @@ class Consensus:
         steps = [vote.step for vote in votes]
         if len({*steps}) > 1:
             raise VotesDiffer(
-                f"ranks voted after different steps ({steps}, in order of ranks): evaluate and "
-                "vote after the same step on all ranks"
+                f"ranks called vote() after different steps (ranks 0, 1, ...: steps {steps}): "
+                "evaluate and call vote() after the same step on all ranks"
             )
 
     def metric(self, votes: Sequence[Vote]) -> float:  # [4]

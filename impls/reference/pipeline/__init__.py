@@ -75,7 +75,7 @@ class Options(Saved):
             raise Refused(
                 f"option 'recompute_every' = {self.recompute_every}: this schedule computes "
                 "weight gradients (W) later than input gradients (B), when the recomputed "
-                "activations are gone; choose gpipe, 1f1b or interleaved"
+                "activations are gone; choose 'gpipe', '1f1b' or 'interleaved'"
             )
 
     @property

@@ -135,8 +135,8 @@ class ScheduleOption:
             )
         if own.micro_batches != micro_batches:
             raise Refused(
-                f"option 'schedule.orders' lists {own.micro_batches} micro-batches, but the "
-                f"schedule runs {micro_batches} at a time: list all of them, from 0 to "
+                f"option 'schedule.orders' lists {own.micro_batches} micro-batches, but each run "
+                f"of the schedule has {micro_batches} micro-batches: list the micro-batches 0 to "
                 f"{micro_batches - 1}"
             )
         return own

@@ -72,7 +72,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
             "option 'schedule' = 'interleaved': the number of micro-batches must be a multiple "
             f"of {ranks} (the size of the axis 'pipe'), not {micro_batches}; use "
             f"{ranks * -(-micro_batches // ranks)} micro-batches, or a schedule that accepts any "
-            "number, e.g. 1f1b"
+            "number, e.g. '1f1b'"
         )
     total = micro_batches * chunks
 

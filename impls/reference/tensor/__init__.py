@@ -145,8 +145,8 @@ class TensorParallel(Handle):
                 name = first[id(layer.module.get_parameter(leaf))]  # a tied one's first
                 if split.setdefault(name, cut) != cut:
                     raise Refused(
-                        f"{name!r} and {layer.name!r} share one weight, but are split in "
-                        "different ways: give both the same role, or do not tie them"
+                        f"{name!r} and {layer.name!r} share one weight, but are split in different "
+                        "ways: give both layers the same role, or do not tie their weights"
                     )
             if isinstance(layer, Classes):
                 self.output = layer

@@ -24,7 +24,7 @@ Names = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SCENARIO",
-        help="files, folders, names (strong) or folder/name (scaling/strong) of scenarios/",
+        help="files, folders, or names within scenarios/, such as strong or scaling/strong",
     ),
 ]
 
@@ -98,12 +98,12 @@ def pair(
     return of_pair(names, given, how, of_steps, Passes(not of_steps.no_memory, of_steps.score))
 
 
-@app.command(SPEED, cls=OfOneKind, short_help="Compare the pairs that speed scenarios list.")
+@app.command(SPEED, cls=OfOneKind, short_help="Compare all pairs that are listed in a scenario.")
 @options.grouped()
 def speed(
     names: Names = None, *, selected: asked.Selected, how: asked.How, of_steps: asked.OfSteps
 ) -> Any:
-    """Compare the pairs of speed scenarios (default: all of scenarios/speed), as `bench pair` does.
+    """Compare the pairs listed in scenarios (default: scenarios/speed), as `bench pair` does.
 
     \b
     shardproof bench data-parallel -k zero3
@@ -121,7 +121,7 @@ def speed(
     return of_pairs(names or [SPEED], selected, how, of_steps, passes)
 
 
-@app.command(SCALING, cls=OfOneKind, short_help="Compare one rank with many (scaling).")
+@app.command(SCALING, cls=OfOneKind, short_help="Compare the speed of 1 rank and of N ranks.")
 @options.grouped()
 def scaling(names: Names = None, *, selected: asked.Selected, how: asked.How) -> Any:
     """Compare one rank with N ranks, strong and weak (default: all of scenarios/scaling).
@@ -141,7 +141,7 @@ def scaling(names: Names = None, *, selected: asked.Selected, how: asked.How) ->
     return of_cells(names or [SCALING], selected, how)
 
 
-@app.command(cls=OfOneKind, short_help="Time saves and loads of checkpoints.")
+@app.command(cls=OfOneKind, short_help="Measure how fast checkpoints are saved and loaded.")
 @options.grouped()
 def checkpoint(
     names: Names = None,
@@ -169,10 +169,10 @@ def checkpoint(
     return of_pairs(names or ["checkpoint"], selected, how, goal, Passes(), resize)
 
 
-@app.command(cls=OfOneKind, short_help="Time collectives of backend and suite.")
+@app.command(cls=OfOneKind, short_help="Compare the backend's collectives with Shardproof's.")
 @options.grouped()
 def collectives(of: asked.OfCollectives) -> Any:
-    """Time in turns the backend's own collectives, and those that the suite makes of send and recv.
+    """Measure, in turn, the backend's collectives and Shardproof's, made of send and recv.
 
     \b
     shardproof bench collectives                                   gloo, 2 ranks, 4 B to 64 MiB

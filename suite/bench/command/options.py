@@ -35,7 +35,7 @@ class Where(options.Output):
     dry_run: Annotated[
         bool,
         typer.Option(
-            *("--dry-run", "--collect-only"), help="print the comparisons and time nothing"
+            *("--dry-run", "--collect-only"), help="print the comparisons without running them"
         ),
     ] = False
 
@@ -54,11 +54,11 @@ class How(Where):
     ] = None
     fail_on: Annotated[
         list[FailOn] | None,
-        typer.Option("--fail-on", help="exit code 1 for `slower`, or a missed `goal` (target)"),
+        typer.Option("--fail-on", help="exit code 1 for a verdict 'slower', or a missed 'goal'"),
     ] = None
     budget: Annotated[
         float | None,
-        typer.Option("--budget", metavar="MINUTES", min=0.01, help="leave out what does not fit"),
+        typer.Option("--budget", metavar="MINUTES", min=0.01, help="measure only what fits"),
     ] = None
 
 
@@ -78,7 +78,7 @@ class Goal:
 
     goal: Annotated[
         float | None,
-        typer.Option("--goal", metavar="R", min=0.01, help="highest allowed upper end of A over B"),
+        typer.Option("--goal", metavar="R", min=0.01, help="upper limit of the interval of A / B"),
     ] = None
 
 
@@ -108,18 +108,18 @@ class OnePair:
         list[str] | None, typer.Option("--param", metavar="K=V", help="a parameter of the model")
     ] = None
     batch: Annotated[
-        int, typer.Option("--batch", metavar="N", min=1, max=4096, help="samples per step, in all")
+        int, typer.Option("--batch", metavar="N", min=1, max=4096, help="samples per step in total")
     ] = 16
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", metavar="M", min=1, max=64, help="per rank and step")
     ] = 1
     optimizer: Annotated[
         Literal["adamw", "sgd"],
-        typer.Option("--optimizer", help="the same kernel on both sides"),
+        typer.Option("--optimizer", help="optimizer, with the same kernel for A and B"),
     ] = "adamw"
     dtype: Annotated[str, typer.Option("--dtype", help="dtype of the model")] = "float32"
     option_a: Annotated[
-        list[str] | None, typer.Option("--option-a", metavar="K=V", help="option of A; a.b=V nests")
+        list[str] | None, typer.Option("--option-a", metavar="K=V", help="option of A, also a.b=V")
     ] = None
     option_b: Annotated[
         list[str] | None, typer.Option("--option-b", metavar="K=V", help="option of B")
@@ -145,11 +145,11 @@ class OfCollectives(Where):
 
     algorithm: Annotated[
         list[str] | None,
-        typer.Option("--algorithm", metavar="A", help="only this algorithm (repeatable)"),
+        typer.Option("--algorithm", metavar="A", help="algorithm to measure (repeatable)"),
     ] = None
     ranks_per_node: Annotated[
         int | None,
-        typer.Option("--ranks-per-node", metavar="L", min=1, help="also time `hierarchical`"),
+        typer.Option("--ranks-per-node", metavar="L", min=1, help="also measure 'hierarchical'"),
     ] = None
     sizes: Annotated[
         list[str] | None,

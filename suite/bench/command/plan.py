@@ -202,10 +202,10 @@ def _changed(pairs: Sequence[Pair], how: How, goal: Goal) -> list[Pair]:
         sides.check(pair)
     ids = [pair.id for pair in pairs]
     if twice := [name for name in ids if ids.count(name) > 1]:
-        remedy = "give one of them another name"
+        remedy = "give one of these comparisons another name"
         raise SelectionError(Problem("two comparisons have the same id", remedy, twice[0]))
     if FailOn.goal in (how.fail_on or ()) and all(pair.goal is None for pair in pairs):
-        what, remedy = "--fail-on goal: no pair here has a goal", "set one, e.g. --goal 1.10"
+        what, remedy = "--fail-on goal: no pair here has a goal", "add one, e.g. --goal 1.10"
         raise SelectionError(Problem(what, remedy, ids[0]))
     return pairs
 
@@ -222,7 +222,7 @@ def _between(cells: Sequence[Cell], nodes: Nodes | None) -> list[Cell]:
     if not here:
         asked = ", ".join(dict.fromkeys(cell.bandwidth for cell in cells))
         what = f"these cells need nodes with a bandwidth of {asked}"
-        remedy = "use `shardproof cluster bench`, without --bandwidth or with one of these"
+        remedy = f"use `shardproof cluster bench`, with --bandwidth {asked} or without --bandwidth"
         raise SelectionError(Problem(what, remedy, cells[0].name))
     if len(here) < len(cells) and nodes is None:
         left = number(len(cells) - len(here), "cell")

@@ -32,7 +32,7 @@ def address_of_environment(where: str) -> str:
     if where.startswith("ray://"):
         return address(where)
     if where != LOCAL and re.fullmatch(r"[^/]+:\d{1,5}", where) is None:
-        remedy = "give HOST:PORT, ray://HOST[:PORT], auto or local"
+        remedy = "give HOST:PORT, ray://HOST[:PORT], 'auto' or 'local'"
         raise SelectionError(
             Problem("RAY_ADDRESS is not the address of a Ray cluster", remedy, where)
         )

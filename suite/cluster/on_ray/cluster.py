@@ -63,7 +63,7 @@ def joined(address: str, jobs: int | None) -> Iterator[RayCluster]:
             cluster.require_versions()
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             what = f"the Ray cluster cannot be joined: {shorten(str(error), 300)}"
-            needs = "use the same Ray, Python and token (RAY_AUTH_MODE=token) on both sides"
+            needs = "use the same Ray, Python and token (RAY_AUTH_MODE=token) as the cluster"
             raise SelectionError(Problem(what, needs, address or None)) from None
         yield cluster
 

@@ -66,7 +66,7 @@ def resolve(spec: WorkloadSpec) -> Params:
     params = untrained_values(spec, KNOBS)
     if not (params["patience"] or params["budget"] or params["target"]):
         what = f"{NAME}: patience, budget and target are all 0"
-        message = f"{what}: nothing ends training; set one of the three, e.g. patience: 2"
+        message = f"{what}: nothing ends training; set one of these keys, e.g. patience: 2"
         raise WorkloadError(message)
     return params
 
