@@ -105,8 +105,8 @@ class DDPWithOptimizer(PyTorchDDP):
             )
         if any("lr_scale" not in group for group in made.param_groups):
             raise self._refused(
-                "the optimizer's param_groups must keep all keys of the given groups, e.g. "
-                "'lr_scale'"
+                "the optimizer's param_groups must keep all keys of the param_groups passed to "
+                "it, e.g. 'lr_scale'"
             )
         #: Slot -> the ranks that hold it.
         self.holders: dict[str, list[int]] = {}

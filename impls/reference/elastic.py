@@ -103,8 +103,8 @@ class Options(Compressing):
         at_least("bucket_bytes", self.bucket_bytes, 1)
         if self.compress is not None and self.compress.method == "onebit":
             raise Refused(
-                "option 'compress.method' = 'onebit': the residuals depend on the member count, "
-                "which can change; use 'cast', 'topk', 'randomk', 'powersgd' or 'sign'"
+                "option 'compress.method' = 'onebit': the residuals depend on the number of "
+                "workers, which can change; use 'cast', 'topk', 'randomk', 'powersgd' or 'sign'"
             )
 
 
@@ -220,8 +220,8 @@ class ReferenceElastic(Engine):
         """Set up as usual; a later joiner sets up alone, and its state does not count."""
         if optimizer.scaler is not None:
             raise Refused(
-                "optimizer.scaler: ranks commit a step before they can agree to skip it after an "
-                "overflow; leave the scaler out"
+                "optimizer.scaler: after an overflow all ranks must skip the step, but a rank "
+                "updates parameters before it knows of other ranks' overflows; leave the scaler out"
             )
         self.chosen = parse_options(Options, options)
         self.asked = optimizer

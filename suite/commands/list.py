@@ -124,12 +124,12 @@ def list_(
     the model (`list traits`), or a shape of the batch or the mesh. A feature is a strategy, an
     option or a backend. If the output is piped, each line has five columns, separated by tabs:
     trigger, feature, number of cases in the quick tier, number of cases in the full tier, and, if
-    both numbers are 0, the reason.
+    both numbers are 0, the reason why there is no case.
 
-    A pair is open if it has no case and no reason. Without filters, the exit code is 1 if any pair
-    is open. The last line (on stderr if the output is piped) is about combinations of three
-    conditions (triggers or features). It shows how many combinations are possible, and which share
-    of the combinations occurs in at least one case.
+    A pair is open if it has no case, and no reason is given for that. Without filters, the exit
+    code is 1 if any pair is open. The last line (on stderr if the output is piped) is about
+    combinations of three conditions (triggers or features). It shows how many combinations are
+    possible, and which share of the combinations occurs in at least one case.
 
     \b
     shardproof list impls

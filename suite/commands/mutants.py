@@ -25,7 +25,7 @@ class HowPlanted(options.Output):
         None, "--impl", metavar="P", help="select faults by a glob on their names or parents"
     )
     tier: options.TierName = option(
-        "full", "--tier", help="changes the check `memory` and the exit code (see above)"
+        "full", "--tier", help="full: run `memory` for every fault; see above for the exit code"
     )
     depth: Literal["family"] | None = option(
         None, "--depth", help="judge bytes by general bounds; a fault is caught if any check fails"
@@ -55,10 +55,11 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     leaves out faults, the exit code is 3 with --tier full, and 0 with --tier quick.
 
     With --campaign N, each fault is planted in up to N random cases: those that `run --campaign`
-    draws for its parent. A fault is caught if a check fails with the fault and passes without it.
-    `kills-by-n.json` has the share of faults caught after 1, 2, ... N cases. Faults that survive do
-    not change the exit code, but if a parent fails a case, the exit code is 1. --seed also sets the
-    order of the faults, so the faults that fit into --budget are a random sample.
+    draws for the parent of the fault. A fault is caught if a check fails with the fault and passes
+    without it. `kills-by-n.json` has the share of faults caught after 1, 2, ... N cases. Faults
+    that survive do not change the exit code, but if a parent fails a case, the exit code is 1.
+    --seed also sets the order of the faults, so the faults that fit into --budget are a random
+    sample.
 
     \b
     shardproof mutants

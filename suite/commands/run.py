@@ -28,7 +28,7 @@ class Others:
 
     campaign: options.Campaign = None
     drawn: str | None = option(
-        None, "--case", metavar="ID", help="run the case of a campaign that has this full id"
+        None, "--case", metavar="ID", help="run only the random case with this full id"
     )
     resume: bool = option(
         False, "--resume", help="continue the run in --results (default: the newest run)"

@@ -101,7 +101,8 @@ def estimate(
     recompute: Annotated[
         str,
         typer.Option(
-            "--recompute", help="'none', 'selective' (attention scores), or N (every N layers)"
+            "--recompute",
+            help="'none', 'selective' (attention scores), or N: layers, in groups of N",
         ),
     ] = "none",
     option: Annotated[

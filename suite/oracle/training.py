@@ -201,8 +201,8 @@ class _Training:
         if self.draws[0]:
             if rule == "synced":
                 raise NotJoined(
-                    "buffers = 'synced' does not work with dropout: its reference run has one rank "
-                    "and cannot use a different dropout mask for each rank"
+                    "buffers = 'synced' does not work with dropout: the reference run then has one "
+                    "rank, so it cannot draw another dropout mask for each rank"
                 )
             builds = (workload.build_for(0, number) for number, _ in enumerate(self.ranks))
             self.draws = [read_draws(build("meta")) for build in builds]
@@ -248,7 +248,7 @@ class _Training:
         if self.rule == "synced":
             raise NotJoined(
                 "buffers = 'synced' does not work with loss terms over several micro-batches: its "
-                "reference run has one rank and cannot compute these terms"
+                "reference run then has one rank, so it cannot compute these terms"
             )
         parts = []
         for number, batch in enumerate(batches):

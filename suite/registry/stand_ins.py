@@ -106,7 +106,7 @@ def _stand_in(informant: Informant, path: str) -> type[Implementation]:
     try:
         about = from_others(About, informant.do(about_class, path))
         if not about.strategy and not about.broken:
-            raise TypeError("the class does not define strategy")
+            raise TypeError("the class has no attribute 'strategy'")
     except NoAnswer as error:
         why = f"cannot be imported: the process that imports it {error}"
         raise registry.BrokenImplementation(path, why) from None

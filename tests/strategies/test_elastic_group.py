@@ -207,5 +207,5 @@ def test_what_is_refused(options: dict[str, Any], says: str) -> None:
 
 
 def test_a_loss_scaler_is_refused() -> None:
-    with pytest.raises(Refused, match=r"optimizer\.scaler: ranks commit a step before"):
+    with pytest.raises(Refused, match=r"optimizer\.scaler: after an overflow all ranks must skip"):
         ReferenceElastic().setup(None, None, replace(SPEC, scaler=ScalerSpec()), None, {})  # type: ignore[arg-type]

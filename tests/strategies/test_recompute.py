@@ -219,6 +219,6 @@ def test_a_forward_that_cannot_be_repeated() -> None:
     module = nn.Sequential(Counting())
     recompute_units(module, ["0"], 1)
     with pytest.raises(
-        RuntimeError, match="forward of 0 saved 4 tensors, and its recomputation saved 5"
+        RuntimeError, match="forward of 0 saved 4 tensors, but its recomputation saved 5"
     ):
         module(torch.ones(2, 16)).sum().backward()

@@ -233,9 +233,9 @@ class Call:
         if again != self.saved:
             # Not refused: it may be a fault of this file's.
             raise RuntimeError(
-                f"the forward of {names} saved {len(self.saved)} tensors, and its recomputation "
-                f"saved {len(again)}, or tensors of other shapes or dtypes: the forward must "
-                "depend only on its input, generators and buffers; if not, set recompute_every to 0"
+                f"the forward of {names} saved {len(self.saved)} tensors, but its recomputation "
+                f"saved {len(again)} or other shapes or dtypes: a forward must depend only on its "
+                "input, generators and buffers; if it cannot, set recompute_every to 0"
             )
 
     @contextmanager

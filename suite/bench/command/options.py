@@ -50,7 +50,9 @@ class How(Where):
     ] = None
     launches: Annotated[
         int | None,
-        typer.Option("--launches", metavar="L", min=1, max=1000, help="how often new ranks start"),
+        typer.Option(
+            "--launches", metavar="L", min=1, max=1000, help="how often all ranks are started"
+        ),
     ] = None
     fail_on: Annotated[
         list[FailOn] | None,
