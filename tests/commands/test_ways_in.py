@@ -189,7 +189,7 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
             {"workload": "charnames_gpt", "lanes": ("fp64", "dyadic")},
             "charnames_gpt has no form for lane dyadic.* have one: dyadic_mlp",
         ),
-        ({"optimizer": "adamw", "lanes": ("dyadic",)}, r"lane dyadic .*SGD only \(adamw\)"),
+        ({"optimizer": "adamw", "lanes": ("dyadic",)}, r"lane dyadic .*plain SGD.* \(adamw\)"),
     ],
 )
 def test_prove_refuses_before_anything_runs(

@@ -154,7 +154,7 @@ def test_an_optimizer_of_torch_is_taken_as_it_is() -> None:
     ("words", "says"),
     [
         ("lama-7b", "did you mean llama-7b?"),
-        ("0b", "write 7.5b"),
+        ("0b", "write e.g. 7.5b"),
         ("7b --gpus 6 --mesh tensor=4 --impl hybrid", "multiple of 4: 4, 8"),
         ("7b --mesh tensor=3 --impl tensor", "valid: 1, 2, 4"),
         ("7b --mesh tensr=4", "did you mean tensor?"),

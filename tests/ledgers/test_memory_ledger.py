@@ -135,7 +135,7 @@ def test_peaks_by_phase(run: Run) -> None:
     assert peaks["update"] == states + W + 2 * W + x + 4
     assert log.peak("update", 1, "gradients").bytes == W
     assert log.peak("setup", -1).classes["parameters"] == W
-    with pytest.raises(KeyError, match="no drain in step 1"):
+    with pytest.raises(KeyError, match="no phase 'drain' in step 1"):
         log.peak("drain", 1)
     with pytest.raises(KeyError, match=r"'nowhere'.*after_update of step 1"):
         log.bytes("nowhere")

@@ -556,7 +556,7 @@ def test_models_without_positions_have_promises_where_no_layer_is_split() -> Non
 
 
 def test_sums_in_backward_are_promised_where_every_micro_batch_makes_them() -> None:
-    with pytest.raises(NoCostModel, match="not used in every step"):
+    with pytest.raises(NoCostModel, match="not every backward pass uses"):
         gathered("charnames_gpt", "conditional_by_rank", sequence_parallel=True)
 
 

@@ -59,7 +59,7 @@ def rows(pieces: list[Piece]) -> list[dict[str, Any]]:
     ("axes", "options", "spec", "told"),
     [
         ({"pipe": 1, "replicate": 2}, {}, ADAMW, "no axis 'shard', which fully_shard always needs"),
-        ({"shard": 2}, {}, ADAMW, r"need a mesh with the axis 'pipe' .* not \['shard'\]"),
+        ({"shard": 2}, {}, ADAMW, r"needs the axis 'pipe' .* has \['shard'\]"),
         ({"pipe": 2}, {}, OptimizerSpec(scaler=ScalerSpec()), "optimizer.scaler: "),
         (
             {"pipe": 1, "tensor": 2},

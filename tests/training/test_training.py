@@ -180,7 +180,7 @@ def test_errors_teach() -> None:
     wrong("trains no model", name="sampler")
     with pytest.raises(ValueError, match=r"no parameter that requires a gradient"):
         Training(torch.nn.Identity(), LOSS, loader())
-    with pytest.raises(ValueError, match=r"is not an nn\.Module"):
+    with pytest.raises(ValueError, match=r"is not an instance of nn\.Module"):
         Training(torch.nn.Linear, LOSS, loader())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a Dataset needs batch="):
         Training(model(), LOSS, samples())

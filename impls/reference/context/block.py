@@ -73,5 +73,5 @@ def has_kernel(query: Tensor) -> bool:
 
 
 def added(hides: Tensor, query: Tensor) -> Tensor:
-    """What the kernel adds to scores: -inf where ``hides``, else 0."""
+    """The numbers that the kernel adds to scores: -inf where ``hides``, else 0."""
     return torch.zeros(hides.shape, dtype=query.dtype).masked_fill(hides, -math.inf)

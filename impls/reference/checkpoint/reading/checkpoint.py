@@ -302,8 +302,7 @@ def find(path: Path) -> Path:
         raise NotCommitted(path, "this path is not a folder", "name the folder of a checkpoint")
     if (path / MANIFEST).exists():
         if path.is_symlink():
-            what = "this path is a symbolic link: links are not followed"
-            raise NotCommitted(path, what, "name the folder that the link points to")
+            raise NotCommitted(path, "links are not followed", "name the folder that it points to")
         return path
     try:
         folder = newest(path)
