@@ -95,9 +95,7 @@ class ZeroOptimization:
                 at_least(f"zero_optimization.{field.name}", value, least)
                 if value != int(value):
                     name = f"zero_optimization.{field.name}"
-                    raise Refused(
-                        f"option {name!r} must be a whole number of elements, not {value!r}"
-                    )
+                    raise Refused(f"option {name!r} must be a whole number, not {value!r}")
 
     @property
     def offloads_optimizer(self) -> bool:

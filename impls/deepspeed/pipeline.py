@@ -275,8 +275,8 @@ class DeepSpeedPipeline(Saves):
         """Inputs and number of every micro-batch, when the engine is ready for them."""
         if len(batch.windows) != 1:
             raise Refused(
-                f"step {batch.step} has {len(batch.windows)} windows (schedule calls): "
-                f"{ONE_WINDOW}; set windows to 1"
+                f"step {batch.step} calls the schedule {len(batch.windows)} times (key 'windows'), "
+                f"but {ONE_WINDOW}; set windows to 1"
             )
         shapes = sorted({tuple(micro.inputs.shape) for micro in batch.micro_batches})
         if not self.options.dynamic_shape:
@@ -379,8 +379,8 @@ def tied_names(parts: Sequence[nn.Module]) -> dict[int, list[str]]:
     if len(pairs) > 1:
         raise Refused(
             f"parameters are tied between stages {' and between '.join(map(str, pairs))}, but "
-            "DeepSpeed allows only one TiedLayerSpec per stage; choose a split in which only two "
-            "stages share parameters"
+            "only one group of stages can share parameters (a stage has one TiedLayerSpec); choose "
+            "a split that puts all tied parameters on the same stages"
         )
     return {
         stage: [dict(names)[stage] for names in shared] for stage in (pairs[0] if pairs else ())

@@ -172,7 +172,7 @@ class Adapter(Saves):
             place = (piece.name, piece.slices, piece.flat_range)
             if place not in held:
                 raise Refused(
-                    f"this rank holds no tensor {piece.name!r} ({kind}) at {place[1] or place[2]}"
+                    f"this rank holds no range {place[1] or place[2]} of {piece.name!r} ({kind})"
                 )
             held[place].copy_(piece.tensor)
 

@@ -78,9 +78,9 @@ class Options(DDPOptions):
         super().__post_init__()
         if self.find_unused_parameters and self.compress.method not in CASTS:
             raise Refused(
-                f"option 'find_unused_parameters' = True with {self.compress.method}: ranks can "
-                "run DDP's search for unused parameters and the hook's collectives in different "
-                "orders (docs/findings.md, 19); set find_unused_parameters to false"
+                f"option 'find_unused_parameters' = True with {self.compress.method}: the order "
+                "of DDP's collective for unused parameters and the hook's collectives can differ "
+                "between ranks (docs/findings.md, 19); set find_unused_parameters to false"
             )
 
 

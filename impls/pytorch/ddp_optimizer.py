@@ -101,7 +101,8 @@ class DDPWithOptimizer(PyTorchDDP):
         lacking = [name for name in ASKED if not hasattr(made, name)]
         if lacking:
             raise self._refused(
-                f"the call returned a {type(made).__name__}, which has no {' or '.join(lacking)}"
+                f"it must return an optimizer, but returned a {type(made).__name__}, "
+                f"which has no {' or '.join(lacking)}"
             )
         if any("lr_scale" not in group for group in made.param_groups):
             raise self._refused(

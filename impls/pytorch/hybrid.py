@@ -168,8 +168,8 @@ class Hybrid(Pipelining):
             )
         if self.spec.scaler is not None:
             raise Refused(
-                "optimizer.scaler: torch's scaler can check for overflows over only one mesh, but "
-                "the stages have several meshes; leave the scaler out"
+                "optimizer.scaler: torch's scaler detects overflows only on the ranks of one mesh, "
+                "but each stage has its own mesh; leave the scaler out"
             )
         self.splits = "tensor" in mesh.axes
         if self.splits:

@@ -590,8 +590,8 @@ def refuse_unequal(batch: Batch) -> None:
         shapes = sorted({tuple(micro.inputs.shape) for micro in window})
         if len(shapes) > 1:
             raise Refused(
-                f"step {batch.step}: the micro-batches of one schedule have different shapes "
-                f"({', '.join(map(str, shapes))}), but torch cuts its inputs into equal parts; "
+                f"step {batch.step}: the micro-batches of a schedule call have different shapes "
+                f"({', '.join(map(str, shapes))}), but torch's schedules need equal shapes; "
                 "choose a global_batch that is a multiple of the number of micro-batches"
             )
 

@@ -263,7 +263,7 @@ def dtensor_pieces(
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError(
-            f"{name!r} is a partial sum, which cannot be saved as pieces: {tensor.placements}"
+            f"{name!r} is a partial sum ({tensor.placements}); redistribute it before you save it"
         )
     local = tensor.to_local().detach()
     return block_pieces(name, tuple(tensor.shape), local, held_spans(tensor), order, replica)

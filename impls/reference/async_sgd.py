@@ -100,8 +100,8 @@ class Options:
             raise Refused(f"option 'order' = {self.order!r}: use {names} or a list of workers")
         if self.momentum == "by_worker" and not self.max_staleness:
             raise Refused(
-                "option 'momentum' = 'by_worker' with max_staleness = 0: one update sums all "
-                "workers' gradients; set momentum to 'shared', or max_staleness to 1"
+                "option 'momentum' = 'by_worker' needs an update per worker, but max_staleness = 0 "
+                "sums the gradients of all workers; set momentum to 'shared', or max_staleness to 1"
             )
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
@@ -229,7 +229,7 @@ class ReferenceAsyncSGD(Implementation):
         if servers >= world:
             valid = f"valid: up to {world - 1}" if world > 1 else "use 2 ranks or more"
             raise Refused(
-                f"option 'servers' = {servers}: no rank of {world} remains as a worker; {valid}"
+                f"option 'servers' = {servers}: of {world} ranks, none remains as a worker; {valid}"
             )
         return "server" if rank < servers else "worker"
 

@@ -168,8 +168,8 @@ class DDP(Replicated):
         if bucket.work is not None:
             raise RuntimeError(
                 f"{self.names[index]!r} received a second gradient in one micro-batch, after its "
-                "bucket was sent: run one forward and one backward per micro-batch; for "
-                "activation checkpointing set use_reentrant=False or use option 'recompute_every'"
+                "bucket was sent: run one forward and one backward per micro-batch; with "
+                "activation checkpointing, set use_reentrant=False or use option 'recompute_every'"
             )
         if parameter.grad is not None:
             parameter.grad = bucket.views[index].copy_(parameter.grad)

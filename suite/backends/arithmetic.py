@@ -115,9 +115,7 @@ def _reduce_scatter(requests: list[Request]) -> Result:
             parts = [r.inputs[index][rank] for r in requests]
             if len({(p.numel(), p.dtype) for p in parts}) > 1:
                 sizes = ", ".join(f"{_shape(p)} on rank {i}" for i, p in enumerate(parts))
-                raise CollectiveMismatch(
-                    f"reduce_scatter, for rank {rank}: unequal tensors: {sizes}"
-                )
+                raise CollectiveMismatch(f"reduce_scatter: inputs for rank {rank} differ: {sizes}")
             yield rank, request.outputs[index][0], fold(parts, requests[0].reduce or "sum")
 
 

@@ -131,7 +131,7 @@ def rows(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor
     count = tensor.shape[0]
     if splits:
         if len(splits) != size or sum(splits) != count:
-            raise ValueError(f"split sizes {list(splits)} must be {size} numbers with sum {count}")
+            raise ValueError(f"split sizes {list(splits)}: expected {size} sizes with sum {count}")
         return list(tensor.detach().split(list(splits)))
     if count % size:
         raise ValueError(f"{count} rows cannot be cut into {size} equal parts")

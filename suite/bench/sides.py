@@ -138,7 +138,7 @@ def parse_assignments(texts: Sequence[str], option: str) -> Options:
             inner = place.setdefault(parent, {})
             if not isinstance(inner, dict):
                 remedy = f"give {parent!r} either a value or keys of its own"
-                raise SelectionError(Problem(f"{option}: a key has two values", remedy, text))
+                raise SelectionError(Problem(f"{option}: {parent} has two values", remedy, text))
             place = inner
         place[last] = node["value"]
     return assigned

@@ -289,7 +289,7 @@ class ProveCall:
         name = optimizer if isinstance(optimizer, str) else optimizer.name
         if lane == "dyadic" and name == "adamw":
             what = "lane dyadic needs plain SGD: sums are not exact with AdamW"
-            raise SelectionError(Problem(what, "choose optimizer='sgd', or other lanes", name))
+            raise SelectionError(Problem(what, "choose optimizer='sgd', or leave dyadic out", name))
         if not isinstance(optimizer, str):
             return {key: value for key, value in asdict(optimizer).items() if key != "clip_norm"}
         return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else BY_NAME)}

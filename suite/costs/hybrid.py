@@ -131,7 +131,7 @@ class Hybrid(CostModel):
             "recompute_every": facts.option("recompute_every", 0),
         }
         if not strategies.of(self.data).serves_data_axes:
-            raise NoCostModel(f"data = {self.data!r} is not a strategy for the data axes")
+            raise NoCostModel(f"strategy {self.data!r} (option data) cannot run on data axes")
         strategy = cost_model_class(self.data)
         if self.is_cut and issubclass(strategy, Zero3):
             strategy = FSDP  # gathered when a step begins, reduced when it ends, all in one

@@ -167,7 +167,7 @@ class ParameterServer(Single):
         trained, step = self.facts.trainable, self.facts.step
         kinds = {tensor.dtype for tensor in trained}
         if len(kinds) > 1:
-            raise NoCostModel(f"no traffic formula for parameters of {len(kinds)} dtypes")
+            raise NoCostModel(f"no traffic formula: parameters have {len(kinds)} different dtypes")
         item = ITEMSIZE[next(iter(kinds))]
         # A flag for each parameter and a version for each server travel as floats with the values.
         message = item * (sum(t.numel for t in trained) + len(trained) + self.servers)

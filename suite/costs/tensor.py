@@ -102,7 +102,7 @@ class TensorParallel(CostModel):
         """The embedding of positions."""
         found = [t for t in self.facts.parameters if self.facts.role(t) == "positions"]
         if not found:
-            raise NoCostModel("no parameter has the role 'positions': its width is unknown")
+            raise NoCostModel("no traffic formula: no parameter has the role 'positions'")
         return found[0]
 
     @property

@@ -262,7 +262,7 @@ def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
     if given:
         valid = ("model", "impl", "gpus", "mesh", "accounting", "options", "recompute", "samples")
         name = next(iter(given))
-        raise SelectionError(Problem("unknown key of a setting", nearest(name, valid), name))
+        raise SelectionError(Problem("unknown argument of estimate", nearest(name, valid), name))
     sizes = {name.replace(" ", "_"): size for name, size in one.parts() if size is not None}
     found = {name: Fraction(size) for name, size in sizes.items()}
     found |= {"ratio": one.ratio, "elements": Fraction(one.elements), "GB": Fraction(10**9)}

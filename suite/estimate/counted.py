@@ -52,7 +52,7 @@ class Forward:
             with self._hooked(model), torch.autograd.graph.saved_tensors_hooks(self._note, _same):
                 result = functional_call(model, state, given)
         except Exception as error:  # noqa: BLE001 - the model is the user's
-            self.problem = f"its forward on the device meta raised {type(error).__name__}: {error}"
+            self.problem = f"its forward on the meta device raised {type(error).__name__}: {error}"
         else:
             self.completed = _completed(result, {id(t): name for name, t in state.items()})
             del result

@@ -284,7 +284,7 @@ def import_lazy_modules() -> None:
 def _check_threads(module: str) -> None:
     threads = process_control.thread_count()
     if threads != 1:
-        raise RuntimeError(f"{threads} threads run after importing {module}, but fork() needs 1")
+        raise RuntimeError(f"{threads} threads run after importing {module}: fork() allows only 1")
 
 
 def _settle_memory() -> None:

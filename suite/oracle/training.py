@@ -201,8 +201,8 @@ class _Training:
         if self.draws[0]:
             if rule == "synced":
                 raise NotJoined(
-                    "buffers = 'synced' does not work with dropout: the reference run then has one "
-                    "rank, so it cannot draw another dropout mask for each rank"
+                    "buffers = 'synced' does not work with dropout: the reference run joins the "
+                    "data of all ranks, so it cannot draw a different dropout mask for each rank"
                 )
             builds = (workload.build_for(0, number) for number, _ in enumerate(self.ranks))
             self.draws = [read_draws(build("meta")) for build in builds]
@@ -247,8 +247,8 @@ class _Training:
             return [[] for _ in batches]
         if self.rule == "synced":
             raise NotJoined(
-                "buffers = 'synced' does not work with loss terms over several micro-batches: its "
-                "reference run then has one rank, so it cannot compute these terms"
+                "buffers = 'synced' does not work with a loss term over several micro-batches: the "
+                "reference run joins the data of all ranks, so it cannot compute the term per rank"
             )
         parts = []
         for number, batch in enumerate(batches):

@@ -60,7 +60,7 @@ def pieces(system: Implementation, kind: Kind, rank: int = 0) -> list[Piece]:
         raise BrokenContract(f"{what}, but it must return this rank's state without communication")
     for piece in held:
         if not isinstance(piece, Piece):
-            raise broken(system, method, f"a list with a {type(piece).__name__}", wanted)
+            raise broken(system, method, f"a list that contains a {type(piece).__name__}", wanted)
         described = _described(piece)
         if described in _sound:
             continue

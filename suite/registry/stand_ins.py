@@ -161,8 +161,8 @@ class StandIn(Implementation):
         told = cls.ask_plain(dict[str, Any], declared, dict(options))
         forms = {field.name: type(field.default) for field in dataclasses.fields(Capabilities)}
         if told.keys() != forms.keys():
-            came = f"{', '.join(sorted(told))!r:.200}"
-            raise BrokenContract(f"{cls.__name__} declares {came}, not the fields of Capabilities")
+            came = f"{cls.__name__} declares the fields {', '.join(sorted(told))!r:.200}"
+            raise BrokenContract(f"{came}, expected the fields of Capabilities")
         listed = {name: form for name, form in forms.items() if isinstance(told[name], list)}
         several = {name: form(told[name]) for name, form in listed.items() if form in _SEVERAL}
         return Capabilities(**told | several)

@@ -97,7 +97,7 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if old.count(begin) != 1 or len(pattern.findall(old)) != 1:
         remedy = f"put one line {begin} and below it one line {end} into the file"
-        raise SelectionError(Problem("--into: the file has no pair of markers", remedy, str(path)))
+        raise SelectionError(Problem("--into: expected 1 pair of marker lines", remedy, str(path)))
     new = pattern.sub(lambda _: f"{begin}\n{printable(text.rstrip())}\n{end}", old)
     write_whole(path, new)
 

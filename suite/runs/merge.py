@@ -122,7 +122,7 @@ def read_part(name: str, path: Path) -> Part:
     told = done | left.keys()
     if whole.digest != place.digest or not told <= own:
         what = f"the run does not match the plan of {place}"
-        raise SelectionError(Problem(what, "copy the whole run again, or run the part again", name))
+        raise SelectionError(Problem(what, "copy the whole run again, or rerun this part", name))
     if whole.kind == "fault" and told < own:
         done = frozenset()  # faults are weighed when all of their cases have ended
     return Part(name, path, header.id, place, header.invocations, done, left)

@@ -189,7 +189,7 @@ def make_folder(root: Path, kind: str = "") -> Path:
         with contextlib.suppress(FileExistsError):
             (root / f"{name}{suffix}").mkdir(parents=True)
             return root / f"{name}{suffix}"
-    raise FileExistsError(f"{root / name} and {name}-2 to -999 already exist: start the run again")
+    raise FileExistsError(f"folders {root / name} to {name}-999 all exist: try again in a second")
 
 
 class RunFolder:

@@ -476,7 +476,7 @@ class Scenario(Model):
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
         if len({*self.checks}) != len(self.checks):
-            raise ValueError("checks lists a check twice: remove the duplicate")
+            raise ValueError("the list 'checks' has the same check twice: remove the duplicate")
         return self
 
 

@@ -175,7 +175,7 @@ class _Reader:
                 raise self.error(
                     line,
                     "YAML tags are not allowed",
-                    f"remove the tag: a {self.noun} has plain values only",
+                    f"remove the tag: a {self.noun} may use only untagged values",
                     shown,
                 )
             if isinstance(event, yaml.AliasEvent):

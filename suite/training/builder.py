@@ -173,7 +173,7 @@ class Training:
         :raises ValueError: no path, or no such number.
         """
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-            raise ValueError(f"checkpoint folder {folder!r}: give the path of a folder")
+            raise ValueError(f"checkpoint folder {folder!r} is not a path: give e.g. 'run1'")
         require_count("every", every, least=0)
         require_count("keep", keep)
         option = {"format": format, "keep": keep}
@@ -377,7 +377,7 @@ def require_values(name: str, model: UserModel) -> None:
     """
     if model.is_meta and not getattr(registry.load(name), "materializes", False):
         raise ValueError(
-            f"the model is on the device meta, but {name} needs parameter values: build the model "
+            f"the model is on the meta device, but {name} needs parameter values: build the model "
             "on CPU or GPU, or choose a strategy that initializes units one by one (zero3, fsdp)"
         )
 
@@ -390,8 +390,8 @@ def require_buffers(name: str, capabilities: Capabilities, model: UserModel) -> 
     buffers = dict(model.model.named_buffers())
     if capabilities.buffers == "none" and buffers:
         raise ValueError(
-            f"{name} does not return trained buffers such as {next(iter(buffers))!r}: choose "
-            "another strategy, or use layers without running statistics, such as GroupNorm"
+            f"{name} does not return buffers after training, such as {next(iter(buffers))!r}: "
+            "choose another strategy, or use layers without running statistics, such as GroupNorm"
         )
 
 

@@ -157,7 +157,7 @@ class Wrapped:
             self._in_step.close()
             self._memory = None
         if not memory.stats["peak"]:
-            raise ValueError("measured() saw no step: run forward, backward, step() in its block")
+            raise ValueError("no step ran in `with measured()`: run forward, backward and step()")
         self._peak = memory.stats["peak"]
 
     def memory_stats(self) -> dict[str, Bytes]:

@@ -130,7 +130,7 @@ class UserModel:
         if self._shape._stages is None and not chain:
             raise WorkloadError(
                 f"a {type(module).__name__} cannot be cut into stages: make it an nn.Sequential, "
-                "or pass stages=f, where f(model, start, stop) returns units start to stop - 1"
+                "or pass stages=f, where f(model, start, stop) returns units[start:stop]"
             )
         return self._shape.stage(module, start, stop)
 

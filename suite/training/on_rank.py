@@ -109,8 +109,8 @@ class RankTraining:
                 if first > steps:
                     raise ValueError(
                         f"steps = {steps}, but the checkpoint in {self.saved} was saved after "
-                        f"{first} steps: give more than {first} (steps of earlier runs count too), "
-                        "or name a new folder"
+                        f"{first} steps: steps is the total over all runs, so give more than "
+                        f"{first}, or name a new folder"
                     )
                 dtype = next(iter(plan.model.model.parameters())).dtype
                 device = self.world.device

@@ -199,8 +199,8 @@ def _kind(optimizer: str | type[torch.optim.Optimizer]) -> type[torch.optim.Opti
         remedy = nearest(optimizer, known, "valid")
         raise ValueError(f"unknown optimizer {optimizer!r}: give a class or a name ({remedy})")
     raise ValueError(
-        f"optimizer {optimizer!r:.60} is an object, expected a name or a class, from which the "
-        "strategy makes its own optimizer; write e.g. optimizer(torch.optim.AdamW, lr=...)"
+        f"optimizer {optimizer!r:.60} is an object, expected a name or a class: the strategy "
+        "creates its own optimizer. Write e.g. optimizer(torch.optim.AdamW, lr=...)"
     )
 
 

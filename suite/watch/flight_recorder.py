@@ -70,8 +70,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         data = path.read_bytes()
         plain = json.loads(data) if data[:1] == b"{" else read_pickle(data, _Plain)
         entries = plain["entries"]
-        if not all(isinstance(entry["profiling_name"], str) for entry in entries):
-            raise ValueError("the 'profiling_name' of an entry is missing or no string")
+        if not all(isinstance(entry.get("profiling_name"), str) for entry in entries):
+            raise ValueError("expected a string as the 'profiling_name' of each entry")
     except Exception as error:  # what a damaged pickle raises is of any kind
         raise ValueError(f"{path}: this is not a dump of the Flight Recorder: {error}") from error
     return dict(plain)

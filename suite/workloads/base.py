@@ -232,7 +232,7 @@ class ModelBuild:
     def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
         """The part of ``module`` with blocks ``start`` to ``stop - 1``."""
         if not 0 <= start < stop <= len(self.units):
-            raise ValueError(f"no units[{start}:{stop}]: the model has {len(self.units)} units")
+            raise ValueError(f"units[{start}:{stop}] is invalid: the model has {len(self.units)}")
         return self._workload.family.stage(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:

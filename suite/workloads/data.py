@@ -86,8 +86,8 @@ def _scikit_learn_digits() -> np.ndarray:
             return np.array(numbers, dtype=float).reshape(-1, 65)
     places = " or ".join(str(path) for path in DIGITS_FILES)
     raise DataError(
-        "the images of digits are missing: install scikit-learn; or, on a machine with it, write "
-        f"them with shardproof.workloads.data.write_digits, and copy that file to {places}"
+        "the digits images are missing: install scikit-learn. Or call write_digits() of "
+        f"shardproof.workloads.data where scikit-learn is installed, and copy its file to {places}"
     )
 
 

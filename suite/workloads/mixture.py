@@ -83,7 +83,7 @@ def check(workload: str, params: Params) -> None:
         )
     if params["balancing_bias"] and params.get("balance", "none") != "none":
         raise WorkloadError(
-            f"{workload}: balancing_bias = True excludes a load-balancing loss; set balance: 'none'"
+            f"{workload}: balancing_bias = True forbids a balance loss; set balance to 'none'"
         )
 
 

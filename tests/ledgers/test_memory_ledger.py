@@ -270,7 +270,7 @@ def test_an_exception_closes_the_ledger() -> None:
     events = len(run.ledger.log.events)
     del kept
     assert len(run.ledger.log.events) == events, "a closed ledger is deaf"
-    with pytest.raises(RuntimeError, match="works in one `with` only"):
+    with pytest.raises(RuntimeError, match="already used in a `with`"):
         run.ledger.__enter__()
 
 

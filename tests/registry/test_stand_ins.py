@@ -58,8 +58,11 @@ GOOD = stand_ins.About("", "Mine", "ddp", "layout").to_dict()
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ({}, "declares '', not the fields of Capabilities"),
-        ({"axes": ["replicate"]}, "declares 'axes', not the fields of Capabilities"),
+        ({}, "declares the fields '', expected the fields of Capabilities"),
+        (
+            {"axes": ["replicate"]},
+            "declares the fields 'axes', expected the fields of Capabilities",
+        ),
         ([1], "cannot be read"),
         (None, "cannot be read"),
         (NoAnswer("ended its process (exit code 3)"), "ended its process (exit code 3)"),

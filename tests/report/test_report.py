@@ -401,7 +401,7 @@ def test_markdown_goes_between_the_markers(tmp_path: Path) -> None:
     assert readme.read_text() == f"before\n{BEGIN}\n{text.rstrip()}\n{END}\nafter\n"
     for broken in ("nothing", f"{END}\n{BEGIN}", BEGIN * 2 + END):
         readme.write_text(broken)
-        with pytest.raises(SelectionError, match="no pair of markers"):
+        with pytest.raises(SelectionError, match="expected 1 pair of marker lines"):
             report.insert(text, readme)
         assert readme.read_text() == broken
     with pytest.raises(SelectionError, match="No such file"):

@@ -290,7 +290,7 @@ FAULTS: dict[str, tuple[str, str, int, str]] = {
         13,
         "groups[0].pattern: not a valid Python regular expression: missing )",
     ),
-    "check twice": ("traffic]", "equivalence]", 1, "lists a check twice"),
+    "check twice": ("traffic]", "equivalence]", 1, "has the same check twice"),
     "cell twice": ("- plain", "- plain\n    - plain", 7, "two cells are the same"),
     "bad name": ("name: small", "name: Small One", 1, "name: should match pattern"),
     "formula": ("checks:", "expect: {traffic: 2 * wrold}\nchecks:", 15, "did you mean world?"),

@@ -165,5 +165,5 @@ def test_what_makes_no_sense_is_refused(options: dict[str, object], says: str) -
 
 
 def test_somebody_must_work() -> None:
-    with pytest.raises(Refused, match="no rank of 2 remains as a worker"):
+    with pytest.raises(Refused, match="of 2 ranks, none remains as a worker"):
         ReferenceAsyncSGD.role(0, 2, {"servers": 2})

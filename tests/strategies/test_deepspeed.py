@@ -57,7 +57,7 @@ FP32_ON_GLOO: dict[str, Any] = {
         (
             1,
             {"zero_optimization": {"reduce_bucket_size": 1.5}},
-            "must be a whole number of elements",
+            "must be a whole number, not",
         ),
         (0, {"zero_optimization": {"overlap_comm": True}}, "has no effect in stage 0"),
         (

@@ -216,7 +216,7 @@ def test_ranks_of_an_expert_group_need_as_many_micro_batches() -> None:
     _, errors = threads(body, 2)
     for error in errors:
         assert isinstance(error, Refused)
-        assert "some have 1 and some 2; give all data coordinates the same" in str(error)
+        assert "some ranks have 1 and others 2; give all data-parallel ranks the same" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,12 @@ def test_ranks_of_an_expert_group_need_as_many_micro_batches() -> None:
         (
             {"shard": 2},
             {"experts": {"ranks": 3}},
-            "axes shard and context, which is 2 in this mesh",
+            "axes 'shard' and 'context', which is 2 in this mesh",
         ),
         (
             {"replicate": 2},
             {"experts": {"ranks": 2}},
-            "axes shard and context, which is 1 in this mesh",
+            "axes 'shard' and 'context', which is 1 in this mesh",
         ),
         (
             {"shard": 2},

@@ -408,7 +408,7 @@ def test_a_micro_batch_is_let_go_at_its_last_action(schedule: str) -> None:
         ({"schedule": {"orders": [["F0@0", "BW0@0"]], "chunks": 1}}, "'schedule.chunks' = 1"),
         (
             {"schedule": {"orders": [["F0@0", "BW7@0"]]}},
-            "micro-batches 0 to 7 need at least 8 actions",
+            "highest micro-batch is 7, so the orders need at least 8 actions",
         ),
         ({"schedule": {}}, "give either 'name'"),
         ({"schedule": {"orders": [["F0@0", "G0@0"]]}}, "'G0@0' is not an action"),
@@ -419,7 +419,7 @@ def test_a_micro_batch_is_let_go_at_its_last_action(schedule: str) -> None:
         ),
         (
             {"schedule": {"orders": [["F0@0", "BW0@0", "BW0@4"]]}},
-            "the highest stage in the orders is 4, but the orders have forwards of 1 stages",
+            "the highest stage in the orders is 4, but the orders have forwards of only 1 stages",
         ),
         (
             {

@@ -123,7 +123,7 @@ def test_a_leader_trains_the_same_bit_for_bit_and_tells_what_broke(
     nobody_works = replace(run, system="reference/async_sgd", world=1)
     found = dict(convergence.in_leaders(1)([("again", run), ("broken", nobody_works)]))
     assert found["again"] == ends["reference/ddp"][0]
-    assert "no rank of 1 remains as a worker" in found["broken"].problem
+    assert "of 1 ranks, none remains as a worker" in found["broken"].problem
 
 
 def test_the_page_its_drawing_and_its_records_made_again(

@@ -283,7 +283,7 @@ WRONG_TYPES: dict[str, tuple[str, Any, str]] = {
     "NoState": ("local_state", None, "local_state('parameters') returned None, expected a list"),
     "TextState": ("local_state", "all", "local_state('parameters') returned str"),
     "GeneratedState": ("generator", None, "returned generator, expected a list of Piece"),
-    "TensorsAsState": ("local_state", [torch.zeros(1)], "returned a list with a Tensor"),
+    "TensorsAsState": ("local_state", [torch.zeros(1)], "returned a list that contains a Tensor"),
     "UnnamedPiece": ("piece", {"name": None}, "with name=None, expected a str that UTF-8"),
     "HalfAPair": ("piece", {"name": "w\udc80"}, r"a piece 'w\udc80' with name='w\udc80', expected"),
     "NumberedPiece": ("piece", {"tensor": 1.0}, "with tensor=1.0, expected a Tensor"),

@@ -55,8 +55,8 @@ NAMES: list[tuple[Callable[[], object], str]] = [
     (lambda: made().strategy("fsdp", offload="disk"), "'offload' = 'disk'.*valid: none"),
     (lambda: made().backend(3), "unknown backend 3; valid: gloo"),  # type: ignore[arg-type]
     (lambda: made().backend("mpi").run(1, ranks=2), "start the script by mpirun: mpirun -n 2"),
-    (lambda: made().checkpoint(""), "checkpoint folder '': give the path"),
-    (lambda: made().checkpoint(None), "checkpoint folder None: give the path"),  # type: ignore[arg-type]
+    (lambda: made().checkpoint(""), "checkpoint folder '' is not a path: give"),
+    (lambda: made().checkpoint(None), "checkpoint folder None is not a path: give"),  # type: ignore[arg-type]
     (lambda: made().strategy("ddp", [4]), r"mesh = \[4\]: write the number of ranks of each"),  # type: ignore[arg-type]
     (lambda: made().strategy("ddp", {}), "mesh = {}: write the number of ranks.*or leave mesh out"),
     (lambda: made().strategy("ddp", {"dp": 2}), "mesh: unknown axis 'dp'; valid: context"),
@@ -354,7 +354,7 @@ def test_a_missing_package_is_told_before_a_rank_starts(monkeypatch: pytest.Monk
 
 def test_buffers_that_no_rank_returns_are_refused() -> None:
     built = Training(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), LOSS, loader())
-    with pytest.raises(ValueError, match="does not return trained buffers"):
+    with pytest.raises(ValueError, match="does not return buffers after training"):
         built.backend("in_memory").strategy("async_sgd").run(1, ranks=2)
 
 

@@ -285,7 +285,7 @@ def test_a_scheduler_whose_state_a_checkpoint_would_change_is_refused(tmp_path: 
         wrapped = shardproof.wrap(model(), "ddp", lr=LR)
         scheduler = lr_scheduler.MultiStepLR(wrapped.optimizer, [2, 4])
         state = scheduler.state_dict()
-        with pytest.raises(ValueError, match=r"key 2 .* string '2': .*MultiStepLR, remove 'milest"):
+        with pytest.raises(ValueError, match=r"key 2 .* string '2' .*remove 'milestones' from"):
             wrapped.save(tmp_path, schedulers=[state])
         del state["milestones"]
         wrapped.save(tmp_path, scheduler=state)

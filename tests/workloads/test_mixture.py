@@ -143,7 +143,7 @@ def test_a_term_of_a_micro_batch_needs_all_of_its_positions(ranks: int) -> None:
     [
         ({"top_k": 5}, "top_k = 5 is more than experts = 4; set top_k to at most 4"),
         ({"top_k": 1}, "set router_weights to 'before'"),
-        ({"balancing_bias": True, "balance": "rank"}, "set balance: 'none'"),
+        ({"balancing_bias": True, "balance": "rank"}, "set balance to 'none'"),
         ({"experts": 0, "z_loss": True}, "z_loss needs experts; set experts to 2 or more"),
         ({"z_loss": True, "first_step": "head"}, "set first_step to 'all'"),
         ({"capacity": 2.0}, "capacity = 2.0: must be one of"),

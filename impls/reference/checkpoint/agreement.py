@@ -215,7 +215,7 @@ def require_cover(kind: str, name: str, places: list[Place], file: Path) -> None
         problem = str(error)
     if problem or len({place.shape for place in places}) > 1:
         what = f"{kind} {name[:200]!r}: {problem or 'its parts state different shapes'}"
-        raise CheckpointError(file, what, "save each element in exactly one piece per replica")
+        raise CheckpointError(file, what, "each replica must save each element exactly once")
 
 
 def held(one: Described, tensor: torch.Tensor, key: str = "") -> Held:

@@ -134,7 +134,7 @@ class Writer(threading.Thread):
                 raise CheckpointError(
                     missing[0],
                     what,
-                    "find out why the rank that writes this file ended, then save again",
+                    "one rank writes this file: find out why that rank stopped, then save again",
                 )
         return []
 

@@ -25,9 +25,9 @@ def find_span(module: nn.Module, ranks: int) -> Any:
             spans[id(own)] = own
     if len(spans) != 1:
         raise Refused(
-            "axis 'context' splits the positions of each sample, so all parts of the model must "
-            f"share one object 'span', but the model has {len(spans)} different objects 'span'; "
-            "set the same object as attribute 'span' of every part that depends on positions (see "
-            "Build.__call__ in contract.py), or leave the axis 'context' out"
+            "axis 'context' splits the positions of samples: parts that depend on positions must "
+            f"share one object as attribute 'span', but this model has {len(spans)} such objects; "
+            "set 'span' of these parts to the same object (see Build.__call__ in contract.py), or "
+            "leave the axis 'context' out"
         )
     return next(iter(spans.values()))

@@ -47,8 +47,8 @@ def require_string_keys(extra: Any) -> None:
         if odd := [key for key in extra if not isinstance(key, str)]:
             raise ValueError(
                 f"save: the dictionary key {odd[0]!r} is not a string, and loading would return "
-                f"this key as the string {str(odd[0])!r}: use strings as keys (from the state of a "
-                "MultiStepLR, remove 'milestones')"
+                f"the string {str(odd[0])!r} instead; use only string keys (remove 'milestones' "
+                "from the state of a MultiStepLR)"
             )
         extra = [*extra.values()]
     for one in extra if isinstance(extra, list | tuple) else ():
@@ -102,7 +102,7 @@ class OwnLoop:
             raise RuntimeError(
                 f"forward ran {self.forwards + 1} times before step(), but wrap expects "
                 f"{self.backwards} forward passes per step: call step(), or pass accumulate="
-                f"{self.forwards + 1} to wrap; if this call evaluates, put it under no_grad()"
+                f"{self.forwards + 1} to wrap; to evaluate, call the model under no_grad()"
             )
         if not self.forwards:
             self.begin_step()

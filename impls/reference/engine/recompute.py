@@ -214,8 +214,8 @@ class Call:
         names = self.group.title
         if any(tensor._version != version for tensor, version in self.inputs):
             raise _refused(
-                f"the input of {names} was changed in place before its recomputation; change a "
-                "copy of the input, or set recompute_every to 0"
+                f"the input of {names} was changed in place after the forward, so recomputation "
+                "would use other values; change a copy of the input, or set recompute_every to 0"
             )
         self.collected = []
         self.group.again = self
@@ -234,8 +234,8 @@ class Call:
             # Not refused: it may be a fault of this file's.
             raise RuntimeError(
                 f"the forward of {names} saved {len(self.saved)} tensors, but its recomputation "
-                f"saved {len(again)} or other shapes or dtypes: a forward must depend only on its "
-                "input, generators and buffers; if it cannot, set recompute_every to 0"
+                f"saved {len(again)}, and number, shapes or dtypes differ: a forward must depend "
+                "only on its input, generators and buffers; if it cannot, set recompute_every to 0"
             )
 
     @contextmanager

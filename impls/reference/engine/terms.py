@@ -45,9 +45,9 @@ class Terms:
         if several and engine.handle.takes_turns:
             which = engine.build.terms[0].name
             raise Refused(
-                f"loss term {which!r} with {len(micro_batches)} micro-batches: this strategy "
-                "gathers the parameters of a unit for one forward and one backward only; use 1 "
-                "micro-batch per step"
+                f"loss term {which!r} with {len(micro_batches)} micro-batches needs all forwards "
+                "before the first backward, but this strategy runs each backward before the next "
+                "forward; use 1 micro-batch per step"
             )
         outputs = []
         for micro in micro_batches:

@@ -142,9 +142,9 @@ class Exchange:
             plan = self.plans.popleft()
             if not torch.equal(plan.numbers, numbers):
                 raise RuntimeError(
-                    f"recomputing {self.name!r} chose other experts than its forward: the choice "
-                    "of the router must depend only on the router's input and buffers; otherwise "
-                    "set recompute_every to 0"
+                    f"the recomputation of {self.name!r} chose other experts than its forward: the "
+                    "choice of the router must depend only on the router's input and buffers; "
+                    "otherwise set recompute_every to 0"
                 )
             return plan
         plan = self.agree(numbers)

@@ -225,9 +225,9 @@ class ReferenceHybrid(ReferencePipeline):
             rest = [getattr(handle, "rest", handle) for handle, _ in handles]
             if own < (most := max(h.rounds for h in rest if isinstance(h, zero2.Zero2))):
                 raise Refused(
-                    f"option 'schedule' with 'data' = 'zero2': {IN_TURN}, but one data coordinate "
-                    f"has {own} micro-batches and another has {most}; give all data coordinates "
-                    "the same number, or set data to 'zero1'"
+                    f"option 'schedule' with 'data' = 'zero2': {IN_TURN}, but one data-parallel "
+                    f"rank has {own} micro-batches and another has {most}; give all data-parallel "
+                    "ranks the same number, or set data to 'zero1'"
                 )
         return super().backward(batch) if self.is_cut else Engine.backward(self, batch)
 

@@ -52,7 +52,7 @@ from shardproof.impls.reference.units import step_shards
 AXIS = cutting("experts")
 #: Why all data ranks need equal numbers of micro-batches.
 TOGETHER = (
-    "the ranks of an expert group compute for each other's tokens, so all need the same number of "
+    "the ranks of an expert group process each other's tokens, so all need the same number of "
     "micro-batches"
 )
 
@@ -201,8 +201,8 @@ class Folded(Handle):
         most, least = self.fold.everyone.agree([micro_batches, -micro_batches], "max")
         if most != -least:
             raise Refused(
-                f"option 'experts': {TOGETHER}, but some have {-least} and some {most}; give all "
-                "data coordinates the same number, or set experts.ranks to 1"
+                f"option 'experts': {TOGETHER}, but some ranks have {-least} and others {most}; "
+                "give all data-parallel ranks the same number, or set experts.ranks to 1"
             )
         for handle in self.both():
             handle.before_step(micro_batches)

@@ -20,8 +20,8 @@ from shardproof.impls.reference.units import step_shards
 
 #: Why ``zero2`` asks for equal numbers of micro-batches where a rank has several stages.
 IN_TURN = (
-    "zero2 reduces micro-batches in the order of the schedule, so all data coordinates need the "
-    "same number of micro-batches"
+    "zero2 reduces micro-batches in the order of the schedule, so all data-parallel ranks need "
+    "the same number of micro-batches"
 )
 
 
@@ -141,10 +141,10 @@ def check(options: Options, mesh: Mesh) -> None:
         check_experts(options, mesh)
     if inner.compress is not None and is_cut and inner.reduction.each_round:
         raise Refused(
-            f"option 'data_options.compress' does not work with 'data' = {data!r} in a "
-            "pipeline: micro-batches are compressed in the order of the schedule, which the "
-            "reference run does not know; set data to 'ddp' or 'zero1', or to 'fsdp' with "
-            "accumulate_without_communication"
+            f"option 'data_options.compress' with 'data' = {data!r} in a pipeline: micro-batches "
+            "are compressed in the order of the schedule, but the reference run does not know this "
+            "order; set data to 'ddp' or 'zero1', or set data to 'fsdp' and "
+            "accumulate_without_communication to true"
         )
     if data.startswith("zero") and mesh.size("replicate") > 1:
         raise Refused(
@@ -186,7 +186,7 @@ def check_context(options: Options, mesh: Mesh) -> None:
         )
     if data.startswith("zero") and "shard" not in mesh.axes:
         raise Refused(
-            f"option 'data' = {data!r} splits state over the axes shard and context, but this "
+            f"option 'data' = {data!r} splits state over the axes 'shard' and 'context', but this "
             "mesh has no axis 'shard': add shard: 1 to the mesh"
         )
 
@@ -199,18 +199,18 @@ def check_experts(options: Options, mesh: Mesh) -> None:
         more = "" if summing(mesh.axes) else "; the mesh has no data axis: add shard: 1 to the mesh"
         raise Refused(
             f"option 'experts.ranks' = {ranks}: use a divisor of the number of ranks on the axes "
-            f"shard and context, which is {mesh.size(*along)} in this mesh{more}"
+            f"'shard' and 'context', which is {mesh.size(*along)} in this mesh{more}"
         )
     across = mesh.size("context")
     if ranks % across and across % ranks:
         raise Refused(
             f"option 'experts.ranks' = {ranks}: groups of {ranks} ranks do not align with the "
-            f"{across} ranks of the axis context; use a divisor or a multiple of {across}"
+            f"{across} ranks of the axis 'context'; use a divisor or a multiple of {across}"
         )
     if options.sequence_parallel and mesh.size("tensor") > 1:
         raise Refused(
-            "option 'experts' with 'sequence_parallel': each rank of the axis tensor would "
-            "route different positions; set sequence_parallel to false"
+            "option 'experts' with 'sequence_parallel': a router needs all positions, but each "
+            "rank of the axis 'tensor' would have only some of them; set sequence_parallel to false"
         )
     if options.chosen.splits:
         raise Refused(

@@ -111,8 +111,8 @@ class ShardedUpdate(Handle):
         if bucket.sent:
             raise RuntimeError(
                 f"{name!r} received a second gradient in one micro-batch, after its bucket was "
-                "sent: run one forward and one backward per micro-batch; for activation "
-                "checkpointing set use_reentrant=False or use option 'recompute_every'"
+                "sent: run one forward and one backward per micro-batch; with activation "
+                "checkpointing, set use_reentrant=False or use option 'recompute_every'"
             )
         assert parameter.grad is not None
         bucket.add(name, parameter.grad)

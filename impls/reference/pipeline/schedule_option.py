@@ -75,8 +75,8 @@ class ScheduleOption:
         if last >= len(place) or (not self.place and set(placed) != set(range(last + 1))):
             raise Refused(
                 f"option 'schedule.orders': the highest stage in the orders is {last}, but "
-                f"{'schedule.place has ranks of' if self.place else 'the orders have forwards of'} "
-                f"{len(place)} stages; give each of the stages 0 to {last} a "
+                f"{'schedule.place lists' if self.place else 'the orders have forwards of'} "
+                f"only {len(place)} stages; give each of the stages 0 to {last} a "
                 f"{'rank in schedule.place' if self.place else 'forward in schedule.orders'}"
             )
         if any(not 0 <= rank < len(orders) for rank in place):
@@ -89,9 +89,9 @@ class ScheduleOption:
         micro_batches = 1 + max((action.micro for action in actions), default=0)
         if micro_batches > len(actions):
             raise Refused(
-                f"option 'schedule.orders': micro-batches 0 to {micro_batches - 1} need at least "
-                f"{micro_batches} actions, but the orders have only {len(actions)}; check the "
-                "micro-batch numbers in the orders"
+                f"option 'schedule.orders': the highest micro-batch is {micro_batches - 1}, so the "
+                f"orders need at least {micro_batches} actions but have only {len(actions)}; check "
+                "the micro-batch numbers in the orders"
             )
         own = Schedule("own", micro_batches, place, orders)
         return own if any(a.op in MESSAGES for a in actions) else with_messages(own)

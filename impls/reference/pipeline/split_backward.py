@@ -92,9 +92,9 @@ class SplitBackward:
         )
         if not isinstance(output, Tensor):
             raise TypeError(
-                f"module {kind} has weights and returns {type(output).__name__}, not a tensor, so "
-                "its backward cannot be split; choose a schedule that does not split the "
-                "backward (gpipe, 1f1b, interleaved)"
+                f"module {kind} has weights and returns {type(output).__name__}, but a split "
+                "backward needs such modules to return a tensor; choose a schedule that does not "
+                "split the backward (gpipe, 1f1b, interleaved)"
             )
         if not output.requires_grad:
             return output

@@ -51,7 +51,7 @@ def classes(name: str, size: int, comm: Comm) -> tuple[Block, ...]:
     part = share(size, comm.size)
     if part * (comm.size - 1) >= size:
         fits = [n for n in _upto(size) if share(size, n) * (n - 1) < size]
-        raise refused(name, f"{size} rows (each rank needs at least one)", comm, fits)
+        raise refused(name, f"{size} rows (each rank needs at least 1 row)", comm, fits)
     return (Block(comm.rank * part, min((comm.rank + 1) * part, size)),)
 
 

@@ -134,8 +134,8 @@ class UnitEvents:
         if unit not in self.running:
             raise RuntimeError(
                 f"parameter {name!r} received a gradient outside the backward of its unit "
-                f"{unit.name!r}: run one forward and one backward per micro-batch; for activation "
-                "checkpointing, set use_reentrant=False or option 'recompute_every'"
+                f"{unit.name!r}: run one forward and one backward per micro-batch; with activation "
+                "checkpointing, set use_reentrant=False or use option 'recompute_every'"
             )
         assert parameter.grad is not None
         self.listener.gradient_arrived(flat, name, parameter.grad)

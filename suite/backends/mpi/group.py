@@ -163,7 +163,7 @@ def join(joining: Joining) -> None:
     if (comm.Get_rank(), comm.Get_size()) != (rank, world):
         raise RuntimeError(
             f"MPI gives this process rank {comm.Get_rank()} of {comm.Get_size()}, expected rank "
-            f"{rank} of {world}: run `mpirun -np {world}` of the MPI library that mpi4py uses"
+            f"{rank} of {world}: use `mpirun -np {world}` from the MPI library of mpi4py"
         )
     limit, store = joining.timeout, joining.store
     c10d.default_pg_timeout = limit  # of groups made later

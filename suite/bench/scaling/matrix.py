@@ -151,7 +151,7 @@ def read(paths: Iterable[Path]) -> list[Cell]:
     ids = [cell.id for cell in cells]
     if twice := [name for name in ids if ids.count(name) > 1]:
         raise ScenarioError(
-            [Problem("two cells have equal ids", "give one of these cells a label", twice[0])]
+            [Problem("two cells have the same id", "give one of these cells a label", twice[0])]
         )
     return cells
 

@@ -75,7 +75,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def __enter__(self) -> MemoryLedger:
         if self.thread:
-            raise RuntimeError("a memory ledger works in one `with` only: make a new ledger")
+            raise RuntimeError("this memory ledger was already used in a `with`: make a new ledger")
         self.thread = threading.get_ident()
         modes = _get_current_dispatch_mode_stack()
         self._fake_mode = next((m for m in modes if isinstance(m, FakeTensorMode)), None)

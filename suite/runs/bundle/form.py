@@ -35,7 +35,7 @@ def unsafe(name: str) -> bool:
 
 def _plain(name: str) -> str:
     if unsafe(name):
-        raise ValueError(f"{name!r} is not a relative path of at most 4 plain names")
+        raise ValueError(f"path {name!r}: expected 1 to 4 parts (a/b) of letters, digits, ._+=@,-")
     return name
 
 

@@ -83,7 +83,7 @@ def _plain(folder: Path, name: str) -> Path:
     """The file ``name`` of the run, if it is one, under a name that any machine can have."""
     path = folder / name
     if form.unsafe(name) or not path.is_file() or path.resolve() != folder.resolve() / name:
-        remedy = "copy the run without links: it holds plain files with plain names only"
+        remedy = "copy the run without links; names have only letters, digits and ._+=@,-"
         raise SelectionError(Problem("cannot be packed", remedy, file=str(path)))
     return path
 

@@ -110,8 +110,8 @@ def runs_of(place: Place) -> Runs:
         stride *= shape[dim]
     if math.prod(stop - start for start, stop in slices[:dim]) > MOST_RUNS:
         raise TooFine(
-            f"the part {place} of a tensor of shape {list(shape)} exceeds the limit of "
-            f"{MOST_RUNS} contiguous ranges (each range has {length} elements)"
+            f"the part {place} of a tensor of shape {list(shape)} has too many "
+            f"contiguous ranges of {length} elements each (limit: {MOST_RUNS})"
         )
     starts = numpy.array([base], numpy.int64)
     for outer in reversed(range(dim)):
@@ -142,7 +142,7 @@ def shared(first: Runs, second: Runs) -> Shared:
     counts = numpy.maximum(high - low, 0)
     total = int(counts.sum())
     if total > MOST_RUNS:
-        raise TooFine(f"two of its parts overlap in over {MOST_RUNS} contiguous ranges, the limit")
+        raise TooFine(f"two parts overlap in too many contiguous ranges (limit: {MOST_RUNS})")
     i = numpy.repeat(numpy.arange(len(a)), counts)
     before = numpy.repeat(numpy.cumsum(counts) - counts, counts)
     j = numpy.repeat(low, counts) + numpy.arange(total) - before
@@ -160,7 +160,7 @@ def hole_or_overlap(places: list[Place]) -> str:
         return ""
     found = [runs_of(place) for place in places]
     if sum(len(runs.starts) for runs in found) > 4 * MOST_RUNS:
-        raise TooFine(f"its parts have more than {4 * MOST_RUNS} contiguous ranges in total")
+        raise TooFine(f"its parts have too many contiguous ranges in all (limit: {4 * MOST_RUNS})")
     starts = numpy.concatenate([runs.starts for runs in found])
     lengths = numpy.concatenate([numpy.full(len(r.starts), r.length) for r in found])
     order = numpy.argsort(starts, kind="stable")
