@@ -137,7 +137,7 @@ def test_a_checkpoint_that_is_a_link_is_not_followed(folder: Path, tmp_path: Pat
     assert folders(root) == [] and newest(root) is None
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         Checkpoint.open(root)
-    with pytest.raises(CheckpointError, match="is a symbolic link: links are not followed"):
+    with pytest.raises(CheckpointError, match="links are not followed"):
         Checkpoint.open(root / folder.name)
     (tmp_path / "linked").symlink_to(tmp_path)  # the root may be one
     Checkpoint.open(tmp_path / "linked" / folder.name).close()
