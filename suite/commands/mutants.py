@@ -56,8 +56,8 @@ def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
 
     With --campaign N, each fault is planted in up to N random cases: those that `run --campaign`
     draws for the parent of the fault. A fault is caught if a check fails with the fault and passes
-    without it. `kills-by-n.json` has the share of faults caught after 1, 2, ... N cases. Faults
-    that survive do not change the exit code, but if a parent fails a case, the exit code is 1.
+    without it. `kills-by-n.json` has the share of faults caught after 1, 2, ... N cases. With
+    --campaign, the exit code is 1 only if a parent fails a case.
     --seed also sets the order of the faults, so the faults that fit into --budget are a random
     sample.
 

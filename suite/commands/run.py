@@ -35,7 +35,7 @@ class Others:
     )
     rerun_failed: bool = option(
         *(False, "--rerun-failed", "--last-failed", "--lf"),
-        help="run the failed cases of the run in --results again (default: the newest run)",
+        help="rerun the failed cases of the run in --results (default: the newest run)",
     )
     depth: Literal["family", "layout"] | None = option(
         None, "--depth", help="judge bytes by general bounds (family) or by exact formulas (layout)"

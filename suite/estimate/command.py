@@ -85,7 +85,7 @@ def estimate(
         typer.Option(
             "--mesh",
             metavar="A=N,...",
-            help="size of each axis; shard (or replicate) gets the rest of --gpus by default",
+            help="size of each axis; by default, shard (or replicate) is what --gpus leaves",
         ),
     ] = "",
     accounting: Annotated[
@@ -102,7 +102,7 @@ def estimate(
         str,
         typer.Option(
             "--recompute",
-            help="'none', 'selective' (attention scores), or N: layers, in groups of N",
+            help="recompute 'none', 'selective' (attention scores), or all layers, N at a time",
         ),
     ] = "none",
     option: Annotated[

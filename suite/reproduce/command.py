@@ -125,7 +125,7 @@ def _chosen(before: Run, expression: str) -> frozenset[str]:
     if ids := frozenset(filter(matches, (before.ids | faults) - cases_of_faults)):
         return ids
     remedy = "leave -k out, or name a run with results"
-    raise SelectionError(Problem("no result to run again", remedy, expression or before.name))
+    raise SelectionError(Problem("no case to run again", remedy, expression or before.name))
 
 
 def _on_nodes(

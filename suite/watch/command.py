@@ -57,10 +57,10 @@ class Watched:
         typer.Option(
             "--replicas",
             metavar="SETS",
-            help="sets of ranks that hold the same parameters. One of: 'all' (one set); a number R "
-            "(every R consecutive ranks are one set); the sets, such as 0,2/1,3; the mesh, such as "
-            "replicate=2,tensor=2 (one set: ranks with equal coordinates on all axes other than "
-            "replicate and context) [default: from the script's wrappers and meshes, else 'all']",
+            help="sets of ranks that hold the same parameters. One of: 'all' (one set); a number "
+            "R (every R consecutive ranks are a set); the sets, such as 0,2/1,3; the mesh, such as "
+            "replicate=2,tensor=2 (the ranks along the axes replicate and context are a set) "
+            "[default: from the script's wrappers and meshes, else 'all']",
         ),
     ] = ""
     every: Annotated[
@@ -79,8 +79,8 @@ class Watched:
             metavar="S",
             min=1,
             help="stop all ranks if, for S seconds, no rank computes and no rank enters or leaves "
-            "a collective. If certainly every rank waits for another one (in a collective or in "
-            "backward()), stop them after 10 seconds, or after S if S is smaller",
+            "a collective. If a deadlock is certain (every rank waits for another rank), the limit "
+            "is 10 seconds, or S if S is smaller",
         ),
     ] = 60.0
     results: Annotated[

@@ -249,7 +249,7 @@ ROOM = [("gloo", 4), ("gloo", 5), ("in_memory", 5)]
 def test_bad_input_is_refused(command: Any, first: Path, tmp_path: Path) -> None:
     for words, says in (
         (("no-such-run",), "no such run (no-such-run)"),
-        ((str(first), "-k", "nothing_of_it"), "no result to run again (nothing_of_it)"),
+        ((str(first), "-k", "nothing_of_it"), "no case to run again (nothing_of_it)"),
         ((str(first), "--results", str(first)), f"--results: is not empty ({first})"),
         ((str(first), "--nodes", "3"), "nodes need --cluster"),
     ):

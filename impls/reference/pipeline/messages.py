@@ -128,7 +128,7 @@ class Messages:
         if len(shape) > DIMENSIONS or dtype not in DTYPES:
             raise ValueError(
                 f"a stage returned a tensor of {dtype} with {len(shape)} dimensions, but stages "
-                f"can send only floating-point tensors with at most {DIMENSIONS}"
+                f"can send only floating-point tensors of up to {DIMENSIONS} dimensions"
             )
         encoded = self._blank()
         values = [DTYPES.index(dtype), len(shape), *shape]

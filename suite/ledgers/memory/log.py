@@ -149,7 +149,7 @@ class MemoryLog(Stored):
             if mark == name and step in (None, of_step):
                 return position
         known = ", ".join(f"{mark} of step {of_step}" for mark, of_step, _ in self.marks)
-        raise KeyError(f"the log has no mark {name!r} of step {step}; it has {known or 'no marks'}")
+        raise KeyError(f"step {step} has no mark {name!r}; all marks: {known or 'none'}")
 
     def _lives(self) -> tuple[set[int], set[int]]:
         """Storages that outlived the forward of their birth; those that outlived its whole step."""
