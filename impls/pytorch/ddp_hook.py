@@ -61,7 +61,7 @@ class Options(DDPOptions):
         others = (self.precision.parameters, self.precision.output, self.precision.buffers)
         if any(dtype is not None for dtype in others):
             raise Refused(
-                "option 'precision': with a hook only 'precision.reduce' may be set; leave the "
+                "option 'precision': with 'hook', only 'precision.reduce' may be set; leave the "
                 "other keys out"
             )
 

@@ -144,7 +144,7 @@ Seed = Annotated[
 ]
 Campaign = Annotated[
     int | None,
-    typer.Option("--campaign", metavar="N", min=1, max=100_000, help="run N cases drawn by --seed"),
+    typer.Option("--campaign", metavar="N", min=1, max=100_000, help="N random cases (by --seed)"),
 ]
 Budget = Annotated[
     float | None,

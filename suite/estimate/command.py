@@ -85,7 +85,7 @@ def estimate(
         typer.Option(
             "--mesh",
             metavar="A=N,...",
-            help="size of each axis; by default, shard (or replicate) is what --gpus leaves",
+            help="size of each axis; default of shard (or replicate): --gpus / other sizes",
         ),
     ] = "",
     accounting: Annotated[
@@ -102,7 +102,7 @@ def estimate(
         str,
         typer.Option(
             "--recompute",
-            help="recompute 'none', 'selective' (attention scores), or all layers, N at a time",
+            help="'none', 'selective' (attention scores), or a number N (all layers, N at once)",
         ),
     ] = "none",
     option: Annotated[

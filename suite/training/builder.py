@@ -390,7 +390,7 @@ def require_buffers(name: str, capabilities: Capabilities, model: UserModel) -> 
     buffers = dict(model.model.named_buffers())
     if capabilities.buffers == "none" and buffers:
         raise ValueError(
-            f"{name} does not return buffers after training, such as {next(iter(buffers))!r}: "
+            f"after training, {name} does not return buffers such as {next(iter(buffers))!r}: "
             "choose another strategy, or use layers without running statistics, such as GroupNorm"
         )
 

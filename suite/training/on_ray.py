@@ -89,7 +89,7 @@ def _cluster(where: str, world: int) -> Iterator[Any]:
     found = re.fullmatch(r"ray(?:://([\w.-]+)(?::(\d{1,5}))?)?", where)
     if found is None:
         remedy = "give ray, or ray://HOST[:PORT] of a Ray client server"
-        raise LaunchError(Problem("on= is not the address of a Ray cluster", remedy, where))
+        raise LaunchError(Problem("'on' is not the address of a Ray cluster", remedy, where))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray

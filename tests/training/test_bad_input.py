@@ -354,7 +354,7 @@ def test_a_missing_package_is_told_before_a_rank_starts(monkeypatch: pytest.Monk
 
 def test_buffers_that_no_rank_returns_are_refused() -> None:
     built = Training(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), LOSS, loader())
-    with pytest.raises(ValueError, match="does not return buffers after training"):
+    with pytest.raises(ValueError, match="does not return buffers such as"):
         built.backend("in_memory").strategy("async_sgd").run(1, ranks=2)
 
 

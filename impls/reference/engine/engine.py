@@ -281,7 +281,7 @@ class Engine(Following):
             rest = copy_pieces(self.held_pieces(kind), rest)
         if rest:
             name, place = rest[0].name, rest[0].slices or rest[0].flat_range
-            raise ValueError(f"this rank holds no tensor {name!r} ({kind}) in the range {place}")
+            raise ValueError(f"this rank does not hold {name!r} ({kind}) at {place}")
 
     def settle(self, kind: Kind) -> None:
         """Update everything derived from the pieces of ``kind``, whose values were loaded."""

@@ -222,8 +222,8 @@ def check_experts(options: Options, mesh: Mesh) -> None:
     for name, none in others.items():
         if getattr(options, name) != none:
             raise Refused(
-                f"option 'experts' cannot be combined with {name!r}, which has no effect on "
-                f"experts; leave {name!r} out"
+                f"option 'experts' cannot be combined with {name!r}, which would be ignored for "
+                f"expert layers; leave {name!r} out"
             )
     if options.strategy_options.compress is not None:
         raise Refused(
