@@ -34,7 +34,7 @@ class ShownOptions:
     form: Form = option("table", "--format", help="format of the output")
     as_json: bool = option(False, "--json", help="the same as --format json")
     by: By | None = option(
-        None, "--by", help="strategy, backend: one row for each; hardware: one column per machine"
+        None, "--by", help="one row per strategy or backend, or one column per machine (hardware)"
     )
     only_changed: bool = option(False, "--only-changed", help="hide equal and undecided rows")
     save: Path | None = output_option("--save", "write the runs to FILE as one baseline")

@@ -108,8 +108,8 @@ def verify(run: options.Run = None) -> None:
     Exit codes: 0 every verdict was confirmed
                 1 a planned case is missing, a byte was changed, the records give
                   a verdict that differs from the verdict in the run, or a Python
-                  package that a backend or strategy of the run needs is not
-                  installed. A message names the case and the file
+                  package for a backend or strategy of the run is missing.
+                  A message names the case and the file
                 2 an archive is damaged, or not safe to unpack
                 3 nothing was judged
 

@@ -57,7 +57,7 @@ app = typer.Typer(
 
     \b
     Exit codes: 0 every result was decided
-                1 a crash, a hang, or two sides that train differently;
+                1 a crash, a hang, or A and B train differently;
                   with --fail-on slower: also the verdict `slower`,
                   with --fail-on goal: also the verdict `below`
                 2 bad input

@@ -272,7 +272,7 @@ class Checkpoint:
         path = self.folder / file.name
         data = exactly(self._file(file.name), path, 0, file.header_bytes)
         if head_bytes(data[:8], file.bytes, path, MOST_BYTES) != file.header_bytes:
-            raise CheckpointError(path, "the header length differs from the index", TAKE_ANOTHER)
+            raise CheckpointError(path, "the index gives another header length", TAKE_ANOTHER)
         found = read_head(data, file.bytes, path)
         told = {e.key: (e.dtype, e.place.own_shape, e.begin, e.end) for e in file.entries}
         for key in sorted(found.keys() | told.keys()):

@@ -142,7 +142,7 @@ def shared(first: Runs, second: Runs) -> Shared:
     counts = numpy.maximum(high - low, 0)
     total = int(counts.sum())
     if total > MOST_RUNS:
-        raise TooFine(f"two parts overlap in too many contiguous ranges (limit: {MOST_RUNS})")
+        raise TooFine(f"two parts overlap in over {MOST_RUNS} contiguous ranges")
     i = numpy.repeat(numpy.arange(len(a)), counts)
     before = numpy.repeat(numpy.cumsum(counts) - counts, counts)
     j = numpy.repeat(low, counts) + numpy.arange(total) - before
@@ -160,7 +160,7 @@ def hole_or_overlap(places: list[Place]) -> str:
         return ""
     found = [runs_of(place) for place in places]
     if sum(len(runs.starts) for runs in found) > 4 * MOST_RUNS:
-        raise TooFine(f"its parts have too many contiguous ranges in all (limit: {4 * MOST_RUNS})")
+        raise TooFine(f"all its parts have over {4 * MOST_RUNS} contiguous ranges together")
     starts = numpy.concatenate([runs.starts for runs in found])
     lengths = numpy.concatenate([numpy.full(len(r.starts), r.length) for r in found])
     order = numpy.argsort(starts, kind="stable")
