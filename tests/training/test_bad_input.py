@@ -310,7 +310,7 @@ def test_the_peak_of_an_own_loop_is_that_of_a_training(strategy: str) -> None:
                 own = [part.chunk(2)[world.rank] for part in (inputs, targets)]
                 LOSS(wrapped(own[0]), own[1]).backward()
                 wrapped.step()
-        with pytest.raises(ValueError, match="run forward, backward, step"), wrapped.measured():
+        with pytest.raises(ValueError, match="run forward, backward and step"), wrapped.measured():
             pass
         return wrapped.memory_stats()
 
