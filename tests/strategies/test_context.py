@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardproof.comm import Mesh
 from shardproof.costs.context.exchange import Exchange
 from shardproof.costs.model_facts import ModelFacts
+from shardproof.impls.pytorch import context as upstream
 from shardproof.impls.reference.context import Choices, ContextParallel, block
 from shardproof.impls.reference.context.cuts import positions
 from shardproof.impls.reference.context.exchanges import Gathered, Heads
 from shardproof.impls.reference.context.ring import Ring, Seen
+from shardproof.registry.declaration import Declaration
 from shardproof.workloads.gpt import CoreAttention
 from shardproof.workloads.layers import Span
 
@@ -209,3 +211,13 @@ def test_a_mixture_without_places_and_counts_needs_no_stand_in() -> None:
         return kept
 
     assert succeed(body, 2) == [0, 0]
+
+
+def test_the_ring_of_torch_runs_on_cpus_and_names_a_torch_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    declared = Declaration.of(upstream.PyTorchContext, {})
+    assert declared.denied("gloo") == declared.denied("in_memory") == declared.lacks == ""
+    assert all(declared.denied(name).startswith("needs cpu") for name in ("nccl", "gloo_cuda"))
+    monkeypatch.setattr(upstream, "_LACKS", f"torch {torch.__version__} has no ring")
+    assert torch.__version__ in Declaration.of(upstream.PyTorchContext, {}).missing_here("gloo", 1)

@@ -81,8 +81,8 @@ def readable(part: Tensor) -> Tensor:
 
 
 def added(hides: Tensor, query: Tensor) -> Tensor | None:
-    """The numbers that the kernel adds to scores: -inf where ``hides``, else 0; ``None``: nothing is
-    hidden.
+    """The numbers that the kernel adds to scores: -inf where ``hides``, else 0; ``None``: it hides
+    nothing.
     """
     if not hides.any():
         return None
