@@ -15,6 +15,7 @@ parameters and of their gradients, as they are sent.
     context   nothing                    as ddp, and some        as ddp, and the dearest attention
     expert    some parameters            as ddp                  as ddp, and 6 times every row
     hybrid    each axis what it cuts     the sum over axes       the sum, once a tensor rank
+              (experts: by their option)
 
 Least: D copies become one sum in D-1 additions of G bytes, and what one rank updated reaches D-1
 others; an all-reduce moves exactly that much (Patarasuk and Yuan, doi 10.1016/j.jpdc.2008.09.002).
@@ -23,15 +24,16 @@ A member may send ``Capabilities.overhead`` times what a plain one sends.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from shardproof import strategies
-from shardproof.axes import Cut, cutting, parts, sharded, size, summing
+from shardproof.axes import EXPERT, Cut, cutting, parts, sharded, size, summing
 from shardproof.costs.context import Exchange
-from shardproof.costs.expert import ExpertParallel
+from shardproof.costs.expert import ExpertParallel, folded
 from shardproof.costs.model import Bound, NoCostModel
 from shardproof.costs.model_facts import (
     ITEMSIZE,
@@ -54,6 +56,8 @@ _TENSORS: Mapping[str, Callable[[Iterable[TensorFacts], int], Iterable[TensorFac
 }
 #: Bytes of single numbers that each rank may send in a step: losses, norms, overflows.
 _NUMBERS = 1024
+#: More bytes than a step can send: the most of a family where nothing known bounds it.
+_NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,13 @@ class HeldByRank:
 
     elements: Mapping[str, Mapping[str, int]]
     places: Mapping[str, str]
+
+    def only(self, names: Collection[str]) -> HeldByRank:
+        """The holdings of the parameters ``names``."""
+        kinds = self.elements.items()
+        return replace(
+            self, elements={k: {n: c for n, c in own.items() if n in names} for k, own in kinds}
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ class Family:
             # Compression has no least that is known, but some byte must be sent.
             least = min(least, Fraction(1))
         most = int(plain * Fraction(overhead)) + facts.world * _NUMBERS
-        return Bound(int(least), most if facts.world > 1 else 0)
+        return Bound(int(least), min(most, _NO_LIMIT) if facts.world > 1 else 0)
 
     def problem(self, facts: ModelFacts, shown: Mapping[int, HeldByRank], balance: float) -> str:
         """The problem of the elements that each rank holds; ``""``: none."""
@@ -237,19 +248,31 @@ def _tensor(facts: ModelFacts) -> tuple[Fraction, Fraction]:
 
 
 def _context(facts: ModelFacts) -> tuple[Fraction, Fraction]:
+    (least, plain), attended = _ddp(facts), _attended(facts)
+    return least + (attended > 0), plain + attended
+
+
+def _attended(facts: ModelFacts) -> Fraction:
     """Of the published ways to attend the one that sends most."""
-    least, plain = _ddp(facts)
+    if facts.parts("positions") > 1 and not facts.heads:
+        return Fraction(_NO_LIMIT)  # the model does not say which of its layers attend
     ways = [Exchange(facts, method).flows() for method in ("ring", "all_gather", "all_to_all")]
-    return least + any(ways), plain + max(sum(flow.bytes for flow in flows) for flows in ways)
+    return max(sum((flow.bytes for flow in flows), Fraction(0)) for flows in ways)
 
 
 def _expert(facts: ModelFacts) -> tuple[Fraction, Fraction]:
+    least, plain = _ddp(facts)
+    return least, plain + _dispatched(facts)
+
+
+def _dispatched(facts: ModelFacts) -> int:
     """Every row, wherever its expert is: both ways forward, recomputed and backward."""
-    (least, plain), experts = _ddp(facts), ExpertParallel(facts)
-    shares = facts.routed[facts.step] if facts.routed else ()
-    layers = [(name, experts.row_bytes(name)) for name in experts.layers]
-    rows = sum(size * sum(own.get(name, ())) for own in shares for name, size in layers)
-    return least, plain + 6 * rows
+    experts = ExpertParallel(facts)
+    try:
+        rows = ((experts.row_bytes(n), map(sum, experts.chosen(n))) for n in experts.layers)
+        return 6 * sum(size * sum(counts) for size, counts in rows)
+    except NoCostModel:
+        return _NO_LIMIT
 
 
 # ------------------------------------------------------------------------------------ several axes
@@ -296,15 +319,20 @@ class HybridFamily(Family):
                 f"nothing is cut along the axis {widths!r}: each of its {tensors} ranks "
                 f"holds all elements of its parameters, {self.name} cuts some of them"
             )
-        axes = facts.data_axes
-        if data is None or not axes:
-            return ""
+        mesh, apart = _folded(facts).axes, _apart(facts)
+        of_experts = {name: mesh[name] for name in summing(mesh, EXPERT)}
+        cut, named = replace(_EXPERT, name=self.name, is_balanced=True), _data_option(facts, True)
+        #      family, its mesh,      its tensors,           over how many ranks others cut them
+        each = (data, facts.data_axes, {*numels} - apart, 1), (cut, mesh, apart, 1)
+        every = *each, (named, of_experts, apart, size(mesh, [cutting("experts")]))
         for place, own in local.items():
-            held = [t for t in facts.parameters if t.name in own]
-            mine = tuple(replace(t, shape=(own[t.name],)) for t in held)
-            some = replace(facts, axes=axes, parameters=mine)
-            if found := data.problem(some, {rank: shown[rank] for rank in groups[place]}, balance):
-                return found
+            for family, axes, names, ranks in every:
+                held = [t for t in facts.parameters if t.name in own and t.name in names]
+                mine = tuple(replace(t, shape=(own[t.name] // ranks,)) for t in held)
+                some = replace(facts, axes=axes, parameters=mine)
+                those = {rank: shown[rank].only(names) for rank in groups[place]}
+                if family and axes and (found := family.problem(some, those, balance)):
+                    return found
         return ""
 
     def data(self, facts: ModelFacts) -> Family | None:
@@ -328,20 +356,50 @@ def _together(numels: Mapping[str, int], ranks: Iterable[HeldByRank]) -> dict[st
     return {n: min(numels.get(n, 0), sum(places.values())) for n, places in parts.items()}
 
 
-def _data_option(facts: ModelFacts) -> Family | None:
-    """The family that the option ``data`` names, as the suite's own takes it."""
-    if "data" not in facts.options:
+def _data_option(facts: ModelFacts, of_experts: bool = False) -> Family | None:
+    """The family that the option ``data`` names, as the suite's own takes it; that of experts which
+    data ranks divide stands with them.
+    """
+    own = facts.options.get("experts") if of_experts else facts.options
+    if not isinstance(own, Mapping) or "data" not in own:
         return None
-    named = family_of(str(facts.options["data"]), facts.options.get("data_options") or {})
+    named = family_of(str(own["data"]), own.get("data_options") or {})
     return named if named in _OF_DATA else None
+
+
+def _folded(facts: ModelFacts) -> ModelFacts:
+    """The same on the mesh in which experts that data ranks divide have an axis of their own."""
+    own = facts.options.get("experts")
+    if not isinstance(own, Mapping) or not own.get("ranks"):
+        return facts
+    mesh = {n: k for n, k in folded(facts).items() if n in {*facts.axes, cutting("experts")}}
+    return replace(facts, axes=mesh) if math.prod(mesh.values()) == facts.world else facts
+
+
+def _apart(facts: ModelFacts) -> set[str]:
+    """The parameters of experts, if ranks divide them or they have a data strategy of their own."""
+    if parts(_folded(facts).axes, "experts") == 1 and not _data_option(facts, True):
+        return set()
+    return {t.name for t in facts.parameters if facts.role(t) == EXPERT}
+
+
+def _data_bytes(facts: ModelFacts, named: Family | None) -> tuple[Fraction, Fraction]:
+    """The bounds of the family ``named``, or those within which all families of data axes are."""
+    bounds = [family.bytes(facts) for family in ([named] if named else [_DDP, _ZERO1, _ZERO3])]
+    return min(low for low, _ in bounds), max(high for _, high in bounds)
 
 
 def _hybrid(facts: ModelFacts) -> tuple[Fraction, Fraction]:
     """The sum over axes; each tensor rank may send all that is not cut."""
-    tensors, named = facts.parts("widths"), _data_option(facts)
-    data = [named] if named is not None else [_DDP, _ZERO1, _ZERO3]
-    bounds = [family.bytes(facts) for family in data]
-    least, plain = min(low for low, _ in bounds), tensors * max(high for _, high in bounds)
+    tensors, mesh, apart = facts.parts("widths"), _folded(facts), _apart(facts)
+    dense, stacks = (
+        tuple(t for t in facts.parameters if (t.name in apart) is kind) for kind in (False, True)
+    )
+    least, plain = _data_bytes(replace(mesh, parameters=dense), _data_option(facts))
+    low, high = _data_bytes(
+        replace(mesh, parameters=stacks, buffers=()), _data_option(facts, of_experts=True)
+    )
+    least, plain = least + low, tensors * (plain + high)
     if facts.parts("layers") > 1:
         low, high = _pipeline(facts.without("widths"))
         # A split sequence is sent in parts; tied tensors are reduced at either end.
@@ -349,7 +407,7 @@ def _hybrid(facts: ModelFacts) -> tuple[Fraction, Fraction]:
     if tensors > 1:
         low, high = _tensor(replace(facts, options={"sum_each_backward": True}))
         least, plain = least + low, plain + high
-    return least, plain
+    return least, plain + tensors * (_attended(facts) + _dispatched(mesh))
 
 
 # ----------------------------------------------------------------------------------------- by name

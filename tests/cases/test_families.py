@@ -20,6 +20,10 @@ from shardproof.checks.results import CaseResult
 from shardproof.commands.verify import verify
 from shardproof.compare import baseline
 from shardproof.contract import OptimizerSpec
+from shardproof.costs.expert import ExpertParallel
+from shardproof.costs.families import FAMILIES, HeldByRank
+from shardproof.costs.model import NoCostModel
+from shardproof.costs.model_facts import ModelFacts, TensorFacts
 from shardproof.errors import SelectionError
 from shardproof.registry.declaration import Declaration
 from shardproof.report import capability_matrix, tables
@@ -153,6 +157,94 @@ def test_positions_and_experts_are_held_to_their_families(monkeypatch: pytest.Mo
     ends = {(r.case.implementation, c.check): c.status for r in found for c in r.checks}
     for check in ("active", "traffic", "memory"):
         assert ends["reference/context", check] == ends["reference/expert", check] == "pass"
+
+
+def test_a_hybrid_whose_data_ranks_divide_experts_is_held_to_what_each_part_does() -> None:
+    mixtures = replace(SMALL, params={"layers": 2, "width": 16, "seq": 8, "experts": 4})
+    ring, whole = {"context": {"method": "ring"}}, {"experts": {"ranks": 2}}
+    cases = [
+        made_case(
+            "reference/hybrid",
+            mesh,
+            id=f"{mesh} {options}",
+            workload=mixtures,
+            options=options,
+            optimizer=OptimizerSpec("adamw", lr=0.003),
+            depth="family",
+            checks=GENERAL,
+        )
+        for mesh, options in (
+            ({"shard": 2}, whole),
+            ({"shard": 2, "context": 2}, {"data": "zero1", "recompute_every": 1, **ring, **whole}),
+            ({"shard": 2}, {"data": "fsdp", "experts": {"ranks": 1, "data": "ddp"}}),
+        )
+    ]
+    found: list[CaseResult] = []
+    run_cases(cases, 2, found.append)
+    assert {r.case.id: r.reason for r in found if r.verdict != "pass"} == {}
+    ends = {(r.case.id, c.check): c.status for r in found for c in r.checks}
+    assert all(ends[case.id, name] == "pass" for case in cases for name in ("active", "traffic"))
+
+
+def of_mixture(**fields: Any) -> ModelFacts:
+    """A dense parameter of 64 elements and two stacks of 4 experts, of 16 each."""
+    stacks = [TensorFacts(f"mlp.experts.{n}", (4, 4, 4), "float64") for n in ("up", "down")]
+    facts = ModelFacts(
+        axes={"shard": 2},
+        options={"data": "ddp", "experts": {"ranks": 2}},
+        parameters=(TensorFacts("head", (8, 8), "float64"), *stacks),
+        roles={"mlp.experts": "expert", "mlp.router": "router"},
+        routed=(({"mlp": (4, 3, 2, 1)},) * 2,),
+    )
+    return replace(facts, **fields)
+
+
+@pytest.mark.parametrize(
+    ("held", "data", "says"),
+    [
+        (32, {}, ""),
+        (64, {}, "nothing is sharded on any rank: each holds all 128 elements of the parameters"),
+        (32, {"data": "ddp"}, ""),
+        (16, {"data": "ddp"}, "rank 0 holds 32 of 64 elements"),
+    ],
+)
+def test_experts_are_cut_by_their_option_and_the_rest_is_not(
+    held: int, data: dict[str, str], says: str
+) -> None:
+    facts = of_mixture(axes={"shard": 4}, options={"data": "ddp", "experts": {"ranks": 2, **data}})
+    elements = {"head": 64, "mlp.experts.up": held, "mlp.experts.down": held}
+    shown = {
+        rank: HeldByRank(
+            {"parameters": elements},
+            {n: "" if n == "head" else str(rank % (64 // held)) for n in elements},
+        )
+        for rank in range(4)
+    }
+    found = FAMILIES["hybrid"].problem(facts, shown, 1.0)
+    assert found.startswith(says) and bool(found) == bool(says), found
+
+
+def test_bytes_of_divided_experts_are_rows_and_the_gradients_that_are_summed() -> None:
+    least, plain = FAMILIES["hybrid"].bytes(of_mixture())
+    # One copy of each expert: nothing to sum.  6 times 20 rows of 4 float64 numbers.
+    assert least == 2 * 64 * 8 and plain == least + 6 * 20 * 4 * 8
+    data = {"data": "ddp", "experts": {"ranks": 2, "data": "ddp"}}
+    least, _ = FAMILIES["hybrid"].bytes(of_mixture(axes={"shard": 4}, options=data))
+    assert least == 2 * 3 * 64 * 8 + 2 * 1 * 128 * 8
+
+
+def test_what_is_unknown_of_a_model_is_no_limit() -> None:
+    """A user's own mixture has no entry, and attention without roles has no heads."""
+    own = of_mixture(routed=(({},) * 2,))
+    divided = {"axes": {"expert": 2}, "options": {}}
+    with pytest.raises(NoCostModel, match="the choices of the router are unknown"):
+        ExpertParallel(replace(own, **divided)).flows()
+    assert FAMILIES["hybrid"].sent(own, 1.0).high == 2**62
+    assert FAMILIES["expert"].sent(replace(own, **divided), 1.0).high == 2**62
+    assert FAMILIES["expert"].sent(of_mixture(**divided), 1.0).high < 2**20
+    cut = replace(own, axes={"context": 2}, options={})
+    assert FAMILIES["context"].sent(cut, 1.0).high == 2**62
+    assert FAMILIES["context"].sent(replace(cut, axes={"context": 1}), 1.0).high == 0
 
 
 def test_what_was_held_to_a_family_or_an_own_model_is_judged_again_without_the_class(

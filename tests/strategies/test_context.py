@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.comm import Mesh
 from shardproof.costs.context.exchange import Exchange
 from shardproof.costs.model_facts import ModelFacts
-from shardproof.impls.reference.context import block
+from shardproof.impls.pytorch import context as upstream
+from shardproof.impls.reference.context import Choices, ContextParallel, block
 from shardproof.impls.reference.context.cuts import positions
 from shardproof.impls.reference.context.exchanges import Gathered, Heads
 from shardproof.impls.reference.context.ring import Ring, Seen
+from shardproof.registry.declaration import Declaration
 from shardproof.workloads.gpt import CoreAttention
 from shardproof.workloads.layers import Span
 
@@ -159,3 +161,63 @@ def test_the_kernel_computes_what_the_formulas_say(
         assert (held.isinf() == hidden).all()
         lost = (held - true).masked_fill(hidden, 0).norm()
         assert lost < 16 * torch.finfo(dtype).eps * true.masked_fill(hidden, 0).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_kernel_gets_rows_whose_elements_are_neighbours(dtype: torch.dtype) -> None:
+    """It reads no stride of the last dimension: a transposed tensor would be another one."""
+    torch.manual_seed(0)
+    shapes = {"query": 5, "key": 7, "value": 7, "gradient": 5, "result": 5}
+    plain = {n: torch.randn(2, 3, rows, 8, dtype=dtype) for n, rows in shapes.items()}
+    turned = {n: part.mT.contiguous().mT for n, part in plain.items()}
+    hides, lse = torch.rand(5, 7) < 0.2, torch.randn(2, 3, 5, dtype=dtype) + 3
+
+    def computed(query: Tensor, key: Tensor, value: Tensor, *back: Tensor) -> list[Tensor]:
+        parts = block.attend(query, key, value, hides.expand(2, 1, 5, 7))
+        given = (*back, lse)
+        return [*parts, *block.gradients(query, key, value, hides.expand(2, 1, 5, 7), given)]
+
+    wanted = computed(*plain.values())
+    for name, part in turned.items():
+        assert part.stride(-1) != 1
+        found = computed(*(plain | {name: part}).values())
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), name
+
+
+def test_the_kernel_gets_no_mask_where_nothing_is_hidden() -> None:
+    query = torch.randn(2, 3, 5, 8)
+    hides = torch.zeros(1, 1, 5, 7, dtype=torch.bool)
+    assert block.added(hides, query) is None
+    hides[..., 0, 1] = True
+    bias = block.added(hides, query)
+    assert bias is not None and bias.shape == hides.shape and bias.isinf().sum() == 1
+
+
+class TokenByToken(nn.Module):
+    """A mixture that drops nothing and counts nothing: one token needs no other."""
+
+    def __init__(self, own: Span) -> None:
+        super().__init__()
+        self.span, self.router = own, nn.Linear(4, 2)
+
+
+def test_a_mixture_without_places_and_counts_needs_no_stand_in() -> None:
+    def body(rank: int, world: int) -> Any:
+        module = nn.Sequential(TokenByToken(Span()))
+        comm = Mesh({"context": world}).comm("context")
+        parallel = ContextParallel(module, comm, Choices(), {"0.router": "router"})
+        kept = len(parallel.choices)
+        parallel.close()
+        return kept
+
+    assert succeed(body, 2) == [0, 0]
+
+
+def test_the_ring_of_torch_runs_on_cpus_and_names_a_torch_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    declared = Declaration.of(upstream.PyTorchContext, {})
+    assert declared.denied("gloo") == declared.denied("in_memory") == declared.lacks == ""
+    assert all(declared.denied(name).startswith("needs cpu") for name in ("nccl", "gloo_cuda"))
+    monkeypatch.setattr(upstream, "_LACKS", f"torch {torch.__version__} has no ring")
+    assert torch.__version__ in Declaration.of(upstream.PyTorchContext, {}).missing_here("gloo", 1)

@@ -39,14 +39,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.experimental._context_parallel import _attention as upstream
 
 from shardproof.contract import Capabilities, MicroBatch
 from shardproof.impls.pytorch import ddp
 from shardproof.impls.pytorch.parts.positions import DECLINES, Positions, check_length
 
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+upstream: Any
+try:
+    # Private, and in other versions elsewhere: the templates and the balancer are not public.
+    from torch.distributed.tensor.experimental._context_parallel import _attention as upstream
+
+    _FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    _BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    _LACKS = ""
+except (ImportError, AttributeError) as error:
+    _LACKS = f"torch {torch.__version__} has no ring attention for CPUs ({error})"
 #: The dimension of positions of queries, keys and values.
 _POSITIONS = 2
 
@@ -105,6 +112,11 @@ class PyTorchContext(CutPositions):
         "packed": "torch's ring has a causal mask, and none for documents"
     }
     options: Options
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """Those of DDP along both axes, on CPUs: the attention operator is theirs."""
+        return replace(super().capabilities(options), needs=("cpu",), lacks=_LACKS)
 
     @property
     def ring(self) -> DeviceMesh:

@@ -39,7 +39,8 @@ K key/value and H query heads of size D, e bytes an element, over the C ranks to
 
 Recomputed forwards send again.  Once a step: 2 (N-1) bytes of gradients over all N ranks.
 Numbers: softmax over the same scores in another order (ring: in float32 or wider), gradients equal
-to one device's up to the order of summation; replicas stay equal bit for bit.
+to one device's up to the order of summation; replicas stay equal bit for bit.  In float32 the
+exponentials of the kernel for CPUs (block.py) differ from ``torch.exp`` by a few ulp.
 Left out: dropout inside of attention, masks other than causal ones and documents.
 """
 
@@ -123,8 +124,11 @@ class ContextParallel:
         for core in self.cores:
             core.forward = partial(self.attend, core)
         layers = [module.get_submodule(n.rpartition(".")[0]) for n in roles if roles[n] == "router"]
+        # A layer without places and counts looks at one token at a time, and needs no other rank.
         self.choices = [
-            self.choices_type(layer, comm, self.span) for layer in layers if comm.size > 1
+            self.choices_type(layer, comm, self.span)
+            for layer in layers
+            if comm.size > 1 and hasattr(layer, "places") and hasattr(layer, "count")
         ]
 
     def find_span(self, module: nn.Module) -> Any:

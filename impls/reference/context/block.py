@@ -8,7 +8,9 @@
 
 FlashAttention-2 (arXiv 2307.08691, section 3.1): backward needs no partial result, only the final
 ``out`` and ``lse``.  torch's kernel for CPUs computes both tile by tile and stores no score, so it
-is used where it can be; elsewhere the formulas are computed as they stand here.
+is used where it can be; elsewhere the formulas are computed as they stand here.  Where something is
+hidden, the kernel takes the mask as numbers, one for each row and column: the heads of a group have
+copies of it, samples and KV heads share it as ``hides`` does.
 
 Queries and results are ``(samples, KV heads, rows, D)``, keys and values ``(samples, KV heads,
 columns, D)``, ``hides`` fits to ``(samples, KV heads, rows, columns)``.  The query heads that share
@@ -32,7 +34,8 @@ _BACKWARD: Any = getattr(
 def attend(query: Tensor, key: Tensor, value: Tensor, hides: Tensor) -> tuple[Tensor, Tensor]:
     """The result over this block alone, and the log-sum-exp of each row; -inf if all is hidden."""
     if has_kernel(query):
-        result, lse = _FORWARD(query, key, value, attn_mask=added(hides, query))
+        given = [readable(part) for part in (query, key, value)]
+        result, lse = _FORWARD(*given, attn_mask=added(hides, query))
         # The kernel gives such a row 0, which another block would have to outweigh.
         return result, lse.masked_fill(hides.all(-1), -math.inf)
     scores = (query @ key.mT / math.sqrt(query.shape[-1])).masked_fill(hides, -math.inf)
@@ -54,9 +57,9 @@ def gradients(
     """
     gradient, result, lse = back
     if has_kernel(query):
+        given = [readable(part) for part in (gradient, query, key, value, result)]
         bias = added(hides, query)
-        given = (gradient, query, key, value, result, lse, 0.0, False)
-        of_query, of_key, of_value = _BACKWARD(*given, attn_mask=bias)
+        of_query, of_key, of_value = _BACKWARD(*given, lse, 0.0, False, attn_mask=bias)
         return of_query, of_key, of_value
     root = math.sqrt(query.shape[-1])
     scores = (query @ key.mT / root).masked_fill(hides, -math.inf)
@@ -72,6 +75,15 @@ def has_kernel(query: Tensor) -> bool:
     return query.device.type == "cpu" and _FORWARD is not None and _BACKWARD is not None
 
 
-def added(hides: Tensor, query: Tensor) -> Tensor:
-    """The numbers that the kernel adds to scores: -inf where ``hides``, else 0."""
+def readable(part: Tensor) -> Tensor:
+    """``part`` as the kernel reads it: it takes the elements of a row to be neighbours."""
+    return part if part.stride(-1) == 1 else part.contiguous()
+
+
+def added(hides: Tensor, query: Tensor) -> Tensor | None:
+    """The numbers that the kernel adds to scores: -inf where ``hides``, else 0; ``None``: it hides
+    nothing.
+    """
+    if not hides.any():
+        return None
     return torch.zeros(hides.shape, dtype=query.dtype).masked_fill(hides, -math.inf)

@@ -114,13 +114,18 @@ class ExpertParallel(CostModel):
 
     def asked(self, rank: int, layer: str, place: int) -> int:
         """Rows of ``rank`` in a step that the experts at ``place`` of the axis compute."""
-        if not self.facts.routed:
-            raise NoCostModel("no traffic formula: the choices of the router are unknown")
-        counts = self.facts.routed[self.facts.step][self.facts.place(rank, self.facts.group())]
-        # A rank without micro-batches asks for nothing, and has no entry.
-        by_expert = counts.get(layer, ())
+        by_expert = self.chosen(layer)[self.facts.place(rank, self.facts.group())]
         each = len(by_expert) // self.ranks
         return sum(by_expert[place * each : (place + 1) * each])
+
+    def chosen(self, layer: str) -> list[tuple[int, ...]]:
+        """How many rows of a step each expert of ``layer`` computes, by data coordinate."""
+        shares = self.facts.routed[self.facts.step] if self.facts.routed else ()
+        # The oracle sees the suite's own layers; a user's mixture has an entry nowhere.
+        if not any(layer in counts for counts in shares):
+            raise NoCostModel("no traffic formula: the choices of the router are unknown")
+        # A rank without micro-batches asks for nothing, and has no entry.
+        return [counts.get(layer, ()) for counts in shares]
 
     def group_of(self, rank: int) -> list[int]:
         """The ranks that share experts with ``rank``, itself among them."""
