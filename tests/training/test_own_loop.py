@@ -241,7 +241,7 @@ def test_a_world_has_groups() -> None:
         if pair.contains(world.rank):
             pair.all_reduce(value)
         else:
-            with pytest.raises(OutsideSubgroup, match="check subgroup\.contains"):
+            with pytest.raises(OutsideSubgroup, match=r"check subgroup\.contains"):
                 pair.all_reduce(value)
         world.barrier()
         return value.tolist()
