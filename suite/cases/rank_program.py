@@ -21,12 +21,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardproof import axes, contract, registry, tensor_bytes
+from shardproof import contract, registry, tensor_bytes
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.cases.membership import Membership
 from shardproof.cases.saving import Saving
-from shardproof.checks import weighs
+from shardproof.checks import attends, weighs
 from shardproof.checks.memory.growth import OBJECTS
 from shardproof.comm import Mesh
 from shardproof.contract import Batch, Implementation, Kind, MicroBatch, Piece, Point, Refused
@@ -85,7 +85,7 @@ class _Rank:
             self.memory = MemoryLedger(lambda: log.phase)
         #: The GPU allocator's peak of each step, beside the ledger's.
         self.allocator: list[MemoryRow] = []
-        self.attended = Attended() if axes.parts(case.mesh, "positions") > 1 else None
+        self.attended = Attended() if attends(case, self.declaration) else None
         self.built: list[weakref.ref[nn.Module]] = []
         #: Dtypes of the outputs that losses of the step under way were taken of.
         self.outputs: set[str] = set()
@@ -393,7 +393,7 @@ class _Rank:
             draws=self.saving.draws() if self.saving else {},
             samples=_samples(batch) if self.saving or self.case.changes_members else (),
             attempt=attempt,
-            attended=self.attended.total if self.attended is not None else 0,
+            attended=self.attended.total if self.attended is not None else None,
         )
 
     def _objects(self, step: int) -> list[MemoryRow]:

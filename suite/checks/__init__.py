@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardproof import axes
 from shardproof.backends import BACKENDS, USUAL
 from shardproof.files import Number, Stored
 
@@ -115,6 +116,14 @@ def lacking(needs: Needs, case: Case, declaration: Declaration) -> str:
 def weighs(case: Case, declaration: Declaration) -> bool:
     """Whether ranks weigh what they hold: it takes time, so the check must be asked for."""
     return "memory" in case.checks and not lacking(("memory",), case, declaration)
+
+
+def attends(case: Case, declaration: Declaration) -> bool:
+    """Whether ranks count the work of attention: of the suite's models, whose masks are known, at
+    the one depth that has a formula of it.
+    """
+    is_known = ":" not in case.workload.name and (case.depth or declaration.depth) == "layout"
+    return "active" in case.checks and is_known and axes.parts(case.mesh, "positions") > 1
 
 
 def measure(name: str, evidence: Evidence) -> list[ComparisonRow]:

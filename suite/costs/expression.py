@@ -81,7 +81,7 @@ class CaseFacts(dict[str, Number]):
         choices by micro-batch, position and expert.
         """
         facts = self.model_facts
-        exchange = Exchange.of(facts)
+        exchange = Exchange.of(facts) if facts.parts("positions") > 1 else Exchange(facts)
 
         def counted(place: int, choices: Any) -> tuple[int, ...]:
             lengths = (choices[:, :, 0] >= 0).sum(1).tolist()

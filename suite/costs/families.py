@@ -240,8 +240,10 @@ def _pipeline(facts: ModelFacts) -> tuple[Fraction, Fraction]:
 
 
 def _tensor(facts: ModelFacts) -> tuple[Fraction, Fraction]:
+    # A step that trains some layers only sends no more than one that trains all.
+    trained = tuple(replace(t, first_use=0, last_use=None) for t in facts.parameters)
     try:
-        plain = TensorParallel(replace(facts, options={})).payload()
+        plain = TensorParallel(replace(facts, options={}, parameters=trained)).payload()
     except (NoCostModel, LookupError, StopIteration):  # a model without Megatron's layers
         plain = Fraction(0)
     return Fraction(int(facts.parts("widths") > 1)), plain + 2 * facts.world * _whole_bytes(facts)

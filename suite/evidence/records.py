@@ -87,7 +87,7 @@ class StepRecord(Stored):
     generators after the step, by name, and the ids of its samples, in cases that save; these also
     where members change.  ``attempt``: of a step that a member died in, how it ended on this rank
     before it was taken again: ``died``, ``stopped``, ``committed``, or ``lived`` (it was to die).
-    ``attended``: floating-point operations of attention, where ranks share positions.
+    ``attended``: floating-point operations of attention; ``None``: not counted.
     """
 
     step: int
@@ -106,7 +106,7 @@ class StepRecord(Stored):
     draws: Mapping[str, str] = field(default_factory=dict)
     samples: Sequence[int] = ()
     attempt: str = ""
-    attended: int = 0
+    attended: int | None = None
 
     @property
     def skipped(self) -> bool:

@@ -23,9 +23,19 @@ _COUNTED = {getattr(torch.ops.aten, _KERNEL, None): sdpa_flop, **flop_registry}
 
 
 class Attended(TorchDispatchMode):
-    """``total``: operations since it was last set to 0."""
+    """``total``: operations since it was last set to 0; ``None``: some were not counted."""
 
-    total = 0
+    total: int | None = 0
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile what it would without this mode."""
+        return True
+
+    def __deepcopy__(self, memo: object) -> Attended:
+        """Itself: hooks of a module's copy count into the same total."""
+        return self
 
     def watch(self, module: nn.Module, roles: Mapping[str, Role]) -> None:
         """Count what the attention of ``module`` computes."""
@@ -41,6 +51,10 @@ class Attended(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if (counted := _COUNTED.get(func.overloadpacket)) is not None:
-            self.total += int(counted(*args, **(kwargs or {}), out_val=out))
+        counted = _COUNTED.get(getattr(func, "overloadpacket", func))
+        if counted is not None and self.total is not None:
+            try:
+                self.total += int(counted(*args, **(kwargs or {}), out_val=out))
+            except Exception:  # noqa: BLE001 - formulas refuse shapes that operators take
+                self.total = None
         return out

@@ -10,6 +10,7 @@ from test_costs import plan, tensor
 
 from shardproof.costs import CostModel, Flow, cost_model_class
 from shardproof.costs.context.exchange import Exchange, shares
+from shardproof.costs.expression import CaseFacts
 
 #: One attention of 4 query heads and 2 KV heads of 3 features, in float64: 8 heads of rows.
 QKV = tensor("a.qkv.weight", 24, 5, dtype="float64")
@@ -105,3 +106,13 @@ def test_work_is_balanced_but_for_a_contiguous_cut() -> None:
     assert work("striped") == later
     assert work("contiguous", "all_gather") == [part * length] * ranks
     assert work("contiguous", "all_to_all") == [length**2 // ranks] * ranks
+
+
+@pytest.mark.parametrize("axes", [{"replicate": 2}, {"context": 2}])
+@pytest.mark.parametrize("own", [2048, "ring", [1]])
+def test_an_option_of_the_axis_may_mean_something_else_to_a_system(
+    own: Any, axes: dict[str, int]
+) -> None:
+    facts = plan("ddp", axes=axes, options={"context": own})
+    assert Exchange.of(facts) == Exchange(facts)
+    assert CaseFacts({}, facts).routed_as([]).model_facts == facts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -22,6 +23,7 @@ from shardproof.costs.expression import (
     formulas,
     parse,
 )
+from shardproof.costs.families import FAMILIES
 
 NUMBERS = {name: number for number, name in enumerate(FACTS, 1)}
 
@@ -159,3 +161,12 @@ def test_facts_are_the_shapes_of_the_model() -> None:
     buffers = [state[name] for name, _ in workload.model("meta").named_buffers()]
     floats = [buffer.nbytes for buffer in buffers if buffer.is_floating_point()]
     assert facts["float_buffer_bytes"] == sum(floats)
+
+
+def test_a_step_that_trains_the_head_alone_has_the_limit_of_all_layers() -> None:
+    late = WorkloadSpec("charnames_gpt", params={"first_step": "head"})
+    facts = facts_of(made_case("adopted:Own", {"tensor": 2}, workload=late)).model_facts
+    assert not facts.is_reached("blocks.0")
+    every = replace(facts, step=1)
+    _, most = FAMILIES["tensor"].bytes(facts)
+    assert most >= cost_model_class("tensor")(every).payload() > 0

@@ -98,7 +98,7 @@ class Options(Choices, Saved):
     @property
     def buckets(self) -> ddp.Options:
         """The options of the sum of gradients; buffers stay with their rank."""
-        # Each rank's buffers follow its own positions, as statistics of its samples would.
+        # Context ranks of a sample count all of its tokens (choices.py): their buffers are equal.
         return ddp.Options(
             bucket_bytes=self.bucket_bytes,
             first_bucket_bytes=self.first_bucket_bytes,

@@ -323,8 +323,10 @@ def why_not_measured(evidence: Figures) -> str:
     is_own = strategies.of(evidence.declaration.strategy).own_stages
     if not is_own or facts.parts("widths") > 1:
         return "only whole stages of the suite's own cut are measured"
-    if facts.parts("positions") > 1 or facts.option("experts", None):
+    if facts.parts("positions") > 1:
         return "ranks of one stage have parts of samples, only whole ones are measured"
+    if facts.option("experts", None):
+        return "ranks of one stage compute each other's tokens, only their own ones are measured"
     if case.precision:
         return "mixed precision"
     return "recomputation" if facts.options.get("recompute_every") else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -44,6 +44,7 @@ class Exchange:
     def of(cls, facts: ModelFacts) -> Exchange:
         """That of the options of ``facts``, which hybrids keep under the name of the axis."""
         own = facts.option(AXIS, None) or facts.options
+        own = own if isinstance(own, Mapping) else {}  # a user's system may mean a number by it
         given = {name: own[name] for name in ("method", "cut") if own.get(name)}
         return cls(facts, **given, parts=facts.parts("widths"))
 
