@@ -106,7 +106,7 @@ class Options:
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
                 f"option 'order' = 'in_turn' with max_staleness = {self.max_staleness}: no "
-                "gradient is stale in this order; set max_staleness to 0, or order to 'slow'"
+                "gradient is stale in this order; set max_staleness to 0 or set order to 'slow'"
             )
 
     def arrivals(self, workers: int) -> Iterator[int]:

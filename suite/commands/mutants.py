@@ -45,9 +45,9 @@ class HowPlanted(options.Output):
 
 @options.grouped()
 def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
-    """Plant each fault: its check must fail with the fault, and the case must pass without it.
+    """Plant each fault: a check must fail with the fault, and pass without the fault.
 
-    A fault is a changed copy of an implementation, which is its parent. A fault survives if
+    A fault is a changed copy of an implementation (the parent). A fault survives if
     the check that must catch the fault does not fail (with --depth family: if no check fails). If a
     fault survives, the exit code is 1. The output has one line for each system with faults, and
     lists every fault that survives. With -v, it shows which check catches which fault. --tier full

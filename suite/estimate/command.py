@@ -85,7 +85,7 @@ def estimate(
         typer.Option(
             "--mesh",
             metavar="A=N,...",
-            help="size of each axis; if missing, shard (or replicate) uses all other GPUs",
+            help="size of each axis; GPUs that no axis uses go to shard (or replicate)",
         ),
     ] = "",
     accounting: Annotated[
@@ -102,7 +102,7 @@ def estimate(
         str,
         typer.Option(
             "--recompute",
-            help="'none', 'selective' (attention scores), or a number N (layers, in groups of N)",
+            help="'none'; 'selective': attention scores; a number N: all layers, in groups of N",
         ),
     ] = "none",
     option: Annotated[

@@ -220,7 +220,7 @@ class OwnWorkload(WorkloadFamily):
         valid = rest[0] if rest else torch.ones(targets.shape, dtype=torch.bool)
         if valid.shape != targets.shape or valid.dtype != torch.bool or not bool(valid.any()):
             shape = f"a {valid.dtype} mask of shape {tuple(valid.shape)}"
-            raise self._wrong(size, shape, f"bool of shape {tuple(targets.shape)}, any of it True")
+            raise self._wrong(size, shape, f"bool of shape {tuple(targets.shape)}, with a True")
         if inputs.is_floating_point():
             inputs = inputs.to(picks.dtype)
         if targets.is_floating_point():

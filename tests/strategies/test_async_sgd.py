@@ -154,7 +154,7 @@ def test_every_parameter_has_one_owner_and_every_server_some() -> None:
     [
         ({"max_staleness": -1}, "'max_staleness' must be at least 0, not -1"),
         ({"servers": 0}, "'servers' must be at least 1, not 0"),
-        ({"order": "in_turn", "max_staleness": 1}, "set max_staleness to 0, or order to 'slow'"),
+        ({"order": "in_turn", "max_staleness": 1}, "set max_staleness to 0 or set order to 'slow'"),
         ({"order": "fast"}, "use in_turn, slow, burst"),
         ({"dies": {"worker": -1, "turns": 0}}, "'dies.worker' must be at least 0, not -1"),
     ],

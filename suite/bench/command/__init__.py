@@ -49,7 +49,7 @@ app = typer.Typer(
     shardproof bench peers --budget 15              only what fits in 15 minutes
     shardproof bench scaling                        strong and weak scaling
     shardproof bench strong -k 'pytorch/ddp and ::2::' --fail-on goal
-    shardproof bench collectives --world 4          ring, trees, gloo's own, ...
+    shardproof bench collectives --world 4          the suite's and those of gloo
     shardproof bench checkpoint --parameters 200M   saves, loads, stalls
 
     You may omit the subcommand: `bench A B` runs `pair`; `bench SCENARIO` runs `speed` or

@@ -142,7 +142,7 @@ def shared(first: Runs, second: Runs) -> Shared:
     counts = numpy.maximum(high - low, 0)
     total = int(counts.sum())
     if total > MOST_RUNS:
-        raise TooFine(f"two parts overlap in over {MOST_RUNS} contiguous ranges")
+        raise TooFine(f"two parts overlap in more than {MOST_RUNS} contiguous ranges")
     i = numpy.repeat(numpy.arange(len(a)), counts)
     before = numpy.repeat(numpy.cumsum(counts) - counts, counts)
     j = numpy.repeat(low, counts) + numpy.arange(total) - before
