@@ -85,8 +85,8 @@ class Options(Saved):
             if self.compile != "none" and self.bucket_cap_mb < 1:
                 raise Refused(
                     f"option 'bucket_cap_mb' = {self.bucket_cap_mb} with 'compile': "
-                    "torch.compile requires at least the size of DDP's first bucket, 1 MiB; set "
-                    "bucket_cap_mb to 1 or more"
+                    "torch.compile requires buckets of at least 1 MiB, the size of DDP's first "
+                    "bucket; set bucket_cap_mb to 1 or more"
                 )
 
     def declines(self) -> dict[str, str]:

@@ -85,7 +85,7 @@ def estimate(
         typer.Option(
             "--mesh",
             metavar="A=N,...",
-            help="size of each axis; GPUs that no axis uses go to shard (or replicate)",
+            help="size of each axis, such as shard=8,tensor=4",
         ),
     ] = "",
     accounting: Annotated[

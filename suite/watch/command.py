@@ -164,8 +164,8 @@ def watch(
     Exit codes: 0 all compared values are equal
                 1 a fault, a crash or a hang
                 2 bad input
-                3 undecided: nothing was compared, the last steps of an optimizer
-                  were not compared, or ranks may hold different parts of a model
+                3 undecided: nothing was compared, the last step was not
+                  compared, or ranks may hold different parts of a model
               130 Ctrl-C
     """
     raise typer.Exit(_judged(how.judge, script) if how.judge is not None else _run(script, how))

@@ -185,7 +185,7 @@ def test_state_can_be_gathered_and_put_back(name: str) -> None:
             want, have = old.full_state(kind), new.full_state(kind)  # type: ignore[arg-type]
             assert set(want) == set(have)
             assert all(torch.equal(want[n], have[n]) for n in want)
-        with pytest.raises(ValueError, match="holds no tensor 'nobody'"):
+        with pytest.raises(ValueError, match="does not hold 'nobody'"):
             new.load_pieces("parameters", [Piece.whole("nobody", torch.zeros(1))])
         with pytest.raises(KeyError, match="does not update 'nobody'"):
             new.load_pieces("optimizer", [Piece.whole("nobody.step", torch.zeros(1))])

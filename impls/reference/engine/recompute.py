@@ -234,7 +234,7 @@ class Call:
             # Not refused: it may be a fault of this file's.
             raise RuntimeError(
                 f"the forward of {names} saved {len(self.saved)} tensors, but its recomputation "
-                f"saved {len(again)}, and number, shapes or dtypes differ: a forward must depend "
+                f"saved {len(again)} or other shapes or dtypes: a forward must depend "
                 "only on its input, generators and buffers; if it cannot, set recompute_every to 0"
             )
 

@@ -122,7 +122,7 @@ def check(options: Options, mesh: Mesh) -> None:
         if getattr(options, name) != none:
             raise Refused(
                 f"option {name!r} belongs to the strategy on the data axes, but this mesh "
-                f"has no data axis, only {' and '.join(mesh.axes)}: add shard: 1 to the mesh"
+                f"has no data axis, only {' and '.join(mesh.axes)}; add 'shard: 1' to the mesh"
             )
     if inner.compress is not None and mesh.size("tensor") > 1:
         raise Refused(

@@ -49,8 +49,8 @@ app = typer.Typer(
     shardproof bench peers --budget 15              only what fits in 15 minutes
     shardproof bench scaling                        strong and weak scaling
     shardproof bench strong -k 'pytorch/ddp and ::2::' --fail-on goal
-    shardproof bench collectives --world 4          the suite's and those of gloo
-    shardproof bench checkpoint --parameters 200M   saves, loads, stalls
+    shardproof bench collectives --world 4          collectives of gloo and of Shardproof
+    shardproof bench checkpoint --parameters 200M   time of saves and loads
 
     You may omit the subcommand: `bench A B` runs `pair`; `bench SCENARIO` runs `speed` or
     `scaling`, depending on the kind of scenario. Each subcommand has its own options and --help.

@@ -160,7 +160,7 @@ def hole_or_overlap(places: list[Place]) -> str:
         return ""
     found = [runs_of(place) for place in places]
     if sum(len(runs.starts) for runs in found) > 4 * MOST_RUNS:
-        raise TooFine(f"all its parts have over {4 * MOST_RUNS} contiguous ranges together")
+        raise TooFine(f"its parts have more than {4 * MOST_RUNS} contiguous ranges")
     starts = numpy.concatenate([runs.starts for runs in found])
     lengths = numpy.concatenate([numpy.full(len(r.starts), r.length) for r in found])
     order = numpy.argsort(starts, kind="stable")
