@@ -379,8 +379,8 @@ def tied_names(parts: Sequence[nn.Module]) -> dict[int, list[str]]:
     if len(pairs) > 1:
         raise Refused(
             f"parameters are tied between stages {' and between '.join(map(str, pairs))}, but "
-            "only one group of stages can share parameters (a stage has one TiedLayerSpec); choose "
-            "a split that puts all tied parameters on the same stages"
+            "DeepSpeed allows one such group of stages (a stage has one TiedLayerSpec); choose a "
+            "split that puts all tied parameters on the same stages"
         )
     return {
         stage: [dict(names)[stage] for names in shared] for stage in (pairs[0] if pairs else ())

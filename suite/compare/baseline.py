@@ -66,7 +66,7 @@ def _packed(name: str) -> bool:
             return stream.read(len(_GZIP)) == _GZIP
     except OSError as error:
         why = f"cannot be read: {error.strerror}"
-        raise SelectionError(Problem(why, "name a run or a baseline", file=name)) from None
+        raise SelectionError(Problem(why, "give a run or a baseline", file=name)) from None
 
 
 def save(snapshot: Snapshot, path: Path) -> None:

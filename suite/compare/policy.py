@@ -68,7 +68,7 @@ Pattern = Annotated[str, Field(min_length=1)]
 
 def _narrow(value: str) -> str:
     if not re.search(r"\w{3}", _BRACKETS.sub("*", value)):
-        raise ValueError("the pattern is too general: write 3 consecutive letters of a case id")
+        raise ValueError("the pattern is too general: write at least 3 adjacent letters of an id")
     return value
 
 

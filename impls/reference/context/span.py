@@ -25,9 +25,9 @@ def find_span(module: nn.Module, ranks: int) -> Any:
             spans[id(own)] = own
     if len(spans) != 1:
         raise Refused(
-            "axis 'context' splits the positions of samples: parts that depend on positions must "
-            f"share one object as attribute 'span', but this model has {len(spans)} such objects; "
-            "set 'span' of these parts to the same object (see Build.__call__ in contract.py), or "
-            "leave the axis 'context' out"
+            "axis 'context' splits the positions of samples: all modules that depend on positions "
+            f"must have the same object in 'span', but this model has {len(spans)} different "
+            "objects; set 'span' of these modules to one object (see Build.__call__ in "
+            "contract.py), or leave the axis 'context' out"
         )
     return next(iter(spans.values()))

@@ -152,7 +152,7 @@ class Consensus:
         if len({*steps}) > 1:
             raise VotesDiffer(
                 f"ranks called vote() after different steps (ranks 0, 1, ...: steps {steps}): "
-                "evaluate and call vote() after the same step on all ranks"
+                "call vote() after the same step on all ranks"
             )
 
     def metric(self, votes: Sequence[Vote]) -> float:  # [4]
