@@ -62,7 +62,7 @@ class ShownOptions:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN RUN...", help="reference, then runs, baselines, bundles"),
+        typer.Argument(metavar="RUN RUN...", help="runs, baselines or bundles, reference first"),
     ],
     *,
     shown: ShownOptions,

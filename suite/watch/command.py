@@ -59,7 +59,7 @@ class Watched:
             metavar="SETS",
             help="sets of ranks that hold the same parameters. One of: 'all' (one set); a number "
             "R (every R consecutive ranks are a set); the sets, such as 0,2/1,3; the mesh, such as "
-            "replicate=2,tensor=2, which gives these sets "
+            "replicate=2,tensor=2 (the sets are then 0,2/1,3) "
             "[default: from the script's wrappers and meshes, else 'all']",
         ),
     ] = ""
