@@ -441,7 +441,7 @@ def test_models_and_losses_that_it_cannot_split() -> None:
 
 def test_a_vocabulary_leaves_no_rank_without_rows() -> None:
     def body(rank: int, size: int) -> None:
-        with pytest.raises(Refused, match=r"5 rows .each rank needs at least one.*: 1, 2, 3, 5"):
+        with pytest.raises(Refused, match=r"5 rows .each rank needs at least 1 row.*: 1, 2, 3, 5"):
             layers.classes("head", 5, comm_of(size))
 
     succeed(body, 4)
