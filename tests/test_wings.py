@@ -32,6 +32,7 @@ USE = [
     "tests/coverage/test_choose_quick.py",
     "tests/coverage/test_conditions.py",
     "tests/report/test_badges.py",
+    "tests/report/test_capability_matrix.py",
     "tests/runs/test_bundle.py::test_bundle_here_and_verify_there",
     "tests/runs/test_claimed_sizes.py",
     "tests/runs/test_damaged_runs.py::test_a_damaged_run_is_bad_input_or_is_tolerated[badges",
@@ -40,6 +41,7 @@ USE = [
     "tests/runs/test_hostile_runs.py::test_a_pipe_in_place_of_a_file_of_the_run_does_not_hang[man",
     "tests/runs/test_hostile_runs.py"
     "::test_a_folder_whose_name_is_no_text_is_refused_at_once[bench data-parallel]",
+    "tests/compare/test_baselines.py::test_hardware_tells_the_nodes_that_containers_were",
     "tests/compare/test_compare_command.py::test_the_committed_table_is_what_the_command_makes",
     "tests/runs/test_shards.py::test_every_command_cuts_what_it_has_chosen",
 ]
