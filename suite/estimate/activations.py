@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardproof.estimate.shapes import Batch, Shape
+from shardproof.costs.shapes import Batch, Shape
 
 #: What is computed again in backward: nothing, the scores, or every so many layers whole.
 NONE, SELECTIVE = "none", "selective"

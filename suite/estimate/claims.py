@@ -24,13 +24,14 @@ from pydantic import BeforeValidator, Field
 
 from shardproof import axes, strategies
 from shardproof.case import Case
+from shardproof.costs import shapes
 from shardproof.costs.expression import Functions, Grammar, parse
 from shardproof.costs.schedules import FORMS
 from shardproof.costs.schedules import Setting as Window
+from shardproof.costs.shapes import Batch
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
-from shardproof.estimate import activations, figures, shapes
+from shardproof.estimate import activations, figures
 from shardproof.estimate.own import strategy_of
-from shardproof.estimate.shapes import Batch
 from shardproof.scenarios.load import of_node, read_as
 from shardproof.scenarios.schema import Model, Scenario, Values
 from shardproof.scenarios.source import Node

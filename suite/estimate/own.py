@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from shardproof import registry, strategies
 from shardproof.axes import dividing
 from shardproof.contract import Refused, Role
+from shardproof.costs import shapes
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, heads_of, shape_key
+from shardproof.costs.shapes import Batch
 from shardproof.errors import Problem, SelectionError, nearest
-from shardproof.estimate import activations, figures, shapes
+from shardproof.estimate import activations, figures
 from shardproof.estimate.figures import Estimate
-from shardproof.estimate.shapes import Batch
 from shardproof.registry.declaration import BrokenContract, Declaration
 
 if TYPE_CHECKING:

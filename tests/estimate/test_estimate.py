@@ -17,13 +17,14 @@ from torch import nn
 
 from shardproof import estimate, registry, strategies, workloads
 from shardproof.cases.runner import run_cases
+from shardproof.costs import shapes
 from shardproof.costs.accounting import accounting_of
 from shardproof.costs.model import JUDGED
+from shardproof.costs.shapes import Batch, Shape
 from shardproof.errors import SelectionError
-from shardproof.estimate import activations, figures, own, shapes
+from shardproof.estimate import activations, figures, own
 from shardproof.estimate.command import memory_of
 from shardproof.estimate.counted import Forward
-from shardproof.estimate.shapes import Batch, Shape
 from shardproof.workloads.gpt import Block
 from shardproof.workloads.layers import Span
 
