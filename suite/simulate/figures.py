@@ -1,4 +1,4 @@
-"""What a simulated rank held at most and sent in its last step."""
+"""What a simulated rank holds at most and sends in its last step, and the tables of it."""
 
 from __future__ import annotations
 
@@ -7,128 +7,206 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from shardproof import axes
-from shardproof.ledgers.memory.log import MemoryLog
+from shardproof.checks.traffic import axis_of
+from shardproof.ledgers.memory.log import CLASSES, FILE, MemoryLog
 from shardproof.ledgers.memory.summary import PHASES, summary
 from shardproof.simulate.rank import SimulatedRank
 from shardproof.table import Table
 
 _ALL = "all"
-#: Storages that the table of the peak names.
+#: Lines of the table of the peak; the last one adds up all that have no line of their own.
 _MOST_NAMED = 8
+_AFTER = "after_update"
+
+
+class Held(NamedTuple):
+    """Storages that are alike: ``bytes`` of all ``storages`` together.
+
+    ``made_by``: the torch operator that made them; ``phase``: when it did.
+    """
+
+    kind: str
+    made_by: str
+    phase: str
+    storages: int
+    bytes: int
+
+
+#: Operation, axis and phase of calls.
+Sort = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one rank, in bytes: ``peaks`` by phase and class, ``kept`` by class after the update,
-    ``sent`` by operation, axis and phase; ``held``: what lies in memory at the peak, by class,
-    operator that made it and phase, with how many storages.
+    """Bytes of one rank in its last step.
+
+    ``peaks``: by phase and class, ``all`` for their sum at one moment.  ``kept``: by class, after
+    the update.  ``host``: of state that rests in host memory then, which the others do not count.
+    ``sent`` and ``calls``: by operation, axis and phase.  ``held``: what is in memory at the peak.
     """
 
     rank: int
     peaks: Mapping[tuple[str, str], int]
     kept: Mapping[str, int]
-    sent: Mapping[tuple[str, str, str], Fraction]
-    calls: Mapping[tuple[str, str, str], int]
-    held: Sequence[tuple[str, str, str, int, int]]
+    host: int
+    sent: Mapping[Sort, Fraction]
+    calls: Mapping[Sort, int]
+    held: Sequence[Held]
 
     @property
     def peak(self) -> int:
-        """Most bytes that the rank held at once."""
-        return max((size for (_, kind), size in self.peaks.items() if kind == _ALL), default=0)
+        """Most bytes that the rank holds at once."""
+        return self.peaks.get((self.phase, _ALL), 0)
 
     @property
     def phase(self) -> str:
-        """The phase in which it held them."""
+        """The phase in which it holds them."""
         return max(PHASES, key=lambda phase: self.peaks.get((phase, _ALL), 0))
 
+    @property
+    def kinds(self) -> list[str]:
+        """Classes of which there are bytes, then ``all``."""
+        there = {kind for _, kind in self.peaks} | {*self.kept}
+        return [kind for kind in (*CLASSES, _ALL) if kind in there]
 
-def figures(made: SimulatedRank) -> Figures:
-    """Of the last step of ``made``."""
+
+def figures(made: SimulatedRank, mesh: Mapping[str, int]) -> Figures:
+    """The figures of the last step of ``made``, a rank of ``mesh``."""
     last = len(made.calls) - 1
     rows = [row for row in summary(made.log) if row.step == last]
-    peaks = {(row.where, row.kind): row.bytes for row in rows if row.moment == "peak"}
-    kept = {row.kind: row.bytes for row in rows if row.where == "after_update"}
-    sent, calls = dict[tuple[str, str, str], Fraction](), Counter[tuple[str, str, str]]()
+    after = [row for row in rows if row.where == _AFTER]
+    near = [row for row in rows if row.device != FILE]
+    sent, calls = dict[Sort, Fraction](), Counter[Sort]()
     for call in made.calls[-1]:
         if call.phase != "observe":
-            key = call.operation, call.axis, call.phase
+            key = call.operation, axis_of(call.group, mesh), call.phase
             sent[key] = sent.get(key, Fraction()) + call.logical_bytes
             calls[key] += 1
-    return Figures(made.rank, peaks, kept, sent, calls, _held(made.log, last))
+    return Figures(
+        rank=made.rank,
+        peaks={(row.where, row.kind): row.bytes for row in near if row.moment == "peak"},
+        kept={row.kind: row.bytes for row in near if row.where == _AFTER},
+        host=sum(row.bytes for row in after if row.device == FILE and row.kind != _ALL),
+        sent=sent,
+        calls=calls,
+        held=_held(made.log, last),
+    )
 
 
-def _held(log: MemoryLog, step: int) -> list[tuple[str, str, str, int, int]]:
-    """The storages at the highest moment of ``step``, together by what made them."""
-    kinds, sizes, best = log.classes(), dict[int, int](), dict[int, int]()
+def _held(log: MemoryLog, step: int) -> list[Held]:
+    """What is in memory at the highest moment of ``step``, the largest first."""
+    kinds, sizes, best = log.classes(), dict[int, int](), 0
     total = most = 0
-    for index, size, phase, number in log.events:
-        if index >= 0 and kinds[index] is not None:
+    for number, (index, size, phase, of_step) in enumerate(log.events, 1):
+        if index >= 0 and _is_counted(log, kinds, index):
             total += size - sizes.get(index, 0)
             sizes[index] = size
-        if number == step and phase in PHASES and total > most:
-            most, best = total, dict(sizes)
-    groups = dict[tuple[str, str, str], list[int]]()
-    for index, size in best.items():
+        if of_step == step and phase in PHASES and total > most:
+            most, best = total, number
+    sizes.clear()
+    for index, size, _, _ in itertools.islice(log.events, best):
+        if index >= 0 and _is_counted(log, kinds, index):
+            sizes[index] = size
+    groups = dict[Sort, list[int]]()
+    for index, size in sizes.items():
         if size:
             storage = log.storages[index]
-            made_by = storage.operation.removeprefix("aten::").partition(".")[0]
+            # Such as aten.empty.memory_format: the library, the operator, and its overload.
+            made_by = (*storage.operation.split("."), "")[1]
             groups.setdefault((str(kinds[index]), made_by, storage.phase), []).append(size)
-    lines = [(*key, sum(of), len(of)) for key, of in groups.items()]
-    return sorted(lines, key=lambda line: -line[3])
+    found = [Held(*key, len(of), sum(of)) for key, of in groups.items()]
+    return sorted(found, key=lambda one: -one.bytes)
 
 
-def looked_at(mesh: Mapping[str, int]) -> Iterator[int]:
-    """The ranks that stand for all: the first and the last one along each axis, and the second and
-    the last but one where layers are divided, since ends of a pipeline hold embedding and head.
+def _is_counted(log: MemoryLog, kinds: Sequence[str | None], index: int) -> bool:
+    return kinds[index] is not None and log.storages[index].device != FILE
+
+
+def looked_at(mesh: Mapping[str, int]) -> list[int]:
+    """The ranks that stand for all, ascending; their number does not grow with the mesh.
+
+    Along each axis these are the first and the last rank, whose shards are the largest and the
+    smallest.  Where an axis cuts layers, they are also the neighbours of the two: the ends of a
+    pipeline hold the embedding and the head as well.
     """
-    names = list(mesh)
-    dividing = axes.dividing(mesh)
-    ends = []
-    for name in names:
-        size = mesh[name]
+    dividing, ends = axes.dividing(mesh), []
+    for name, size in mesh.items():
         near = {0, 1, size - 2, size - 1} if name in dividing else {0, size - 1}
         ends.append(sorted(n for n in near if 0 <= n < size))
     strides = [1]
-    for name in reversed(names[1:]):
-        strides.insert(0, strides[0] * mesh[name])
-    for place in itertools.product(*ends):
-        yield sum(at * stride for at, stride in zip(place, strides, strict=True))
+    for size in reversed([*mesh.values()][1:]):
+        strides.insert(0, strides[0] * size)
+    places = itertools.product(*ends)
+    return sorted(sum(a * b for a, b in zip(place, strides, strict=True)) for place in places)
 
 
-def memory_table(title: str, found: Figures) -> Table:
+# --------------------------------------------------------------------------------------- tables
+
+
+def memory_table(title: str, found: Figures, notes: Sequence[str] = ()) -> Table:
     """Bytes of each class at the peak of each phase, and after the update."""
-    kinds = dict.fromkeys(kind for _, kind in found.peaks if kind != _ALL)
-    kinds |= dict.fromkeys(kind for kind in found.kept if kind != _ALL)
     rows = []
-    for kind in [*kinds, _ALL]:
+    for kind in found.kinds:
         sizes = [found.peaks.get((phase, kind), 0) for phase in PHASES]
-        name = "together" if kind == _ALL else kind.replace("_", " ")
-        rows.append((name, *(f"{size / 1e9:,.3f}" for size in [*sizes, found.kept.get(kind, 0)])))
-    notes = ("each class at its own highest moment; together: at one moment",)
-    columns = ("GB", *(f"peak in {phase}" for phase in PHASES), "after the update")
+        name = "at one moment" if kind == _ALL else kind.replace("_", " ")
+        rows.append((name, *map(_size, [*sizes, found.kept.get(kind, 0)])))
+    if found.host:
+        rows.append(("in host memory", *[""] * len(PHASES), _size(found.host)))
+    columns = ("GB", *(f"peak in {phase}" for phase in PHASES), "after update")
     return Table(title, columns, rows, notes=notes, align="lrrrr")
 
 
 def held_table(found: Figures) -> Table:
-    """The largest of what lies in memory at the peak."""
+    """The largest of what is in memory at the peak; the last row is the rest."""
+    named, rest = found.held[:_MOST_NAMED], found.held[_MOST_NAMED:]
     rows = [
-        (kind.replace("_", " "), operation or "-", phase, str(count), f"{size / 1e9:,.3f}")
-        for kind, operation, phase, size, count in found.held[:_MOST_NAMED]
+        (one.kind.replace("_", " "), one.made_by or "-", one.phase, f"{one.storages:,}", _size(b))
+        for one in named
+        for b in (one.bytes,)
     ]
-    title = f"In memory at the peak, in {found.phase}: {found.peak / 1e9:,.2f} GB"
-    return Table(title, ("class", "made by", "in", "tensors", "GB"), rows, align="lllrr")
+    if rest:
+        count, size = sum(one.storages for one in rest), sum(one.bytes for one in rest)
+        rows.append(("all others", "", "", f"{count:,}", _size(size)))
+    title = f"In memory at the peak, in {found.phase}: {_size(found.peak)} GB"
+    headings = ("class", "made by", "in", "storages", "GB")
+    return Table(title, headings, rows, align="lllrr")
 
 
 def traffic_table(found: Figures) -> Table:
     """Bytes that the rank sends in the step."""
     rows = [
-        (operation, axis, phase, str(found.calls[operation, axis, phase]), f"{size / 10**9:,.3f}")
-        for (operation, axis, phase), size in (
-            (key, float(value)) for key, value in found.sent.items()
-        )
+        (operation.replace("_", "-"), axis, phase, f"{found.calls[key]:,}", _size(size))
+        for key, size in found.sent.items()
+        for operation, axis, phase in (key,)
     ]
-    total = float(sum(found.sent.values()))
-    title = f"Sent in the step: {total / 1e9:,.2f} GB"
+    title = f"Sent in the step: {_size(sum(found.sent.values()))} GB"
     return Table(title, ("operation", "axis", "in", "calls", "GB"), rows, align="lllrr")
+
+
+def _size(size: Fraction | int) -> str:
+    return f"{float(size) / 1e9:,.3f}"
+
+
+def exact_tables(found: Sequence[Figures]) -> Iterator[Table]:
+    """Every figure of every simulated rank in bytes, for programs."""
+    memory = [
+        (str(one.rank), "peak", phase, kind, str(size))
+        for one in found
+        for (phase, kind), size in one.peaks.items()
+    ]
+    for one in found:
+        memory += [(str(one.rank), "kept", _AFTER, *map(str, item)) for item in one.kept.items()]
+        memory.append((str(one.rank), "kept", _AFTER, "host", str(one.host)))
+    yield Table("Memory in bytes", ("rank", "moment", "where", "class", "bytes"), memory)
+    held = [(str(one.rank), *map(str, each)) for one in found for each in one.held]
+    yield Table("At the peak in bytes", ("rank", "class", *Held._fields[1:]), held)
+    sent = [
+        (str(one.rank), *key, str(one.calls[key]), str(size))
+        for one in found
+        for key, size in one.sent.items()
+    ]
+    headings = ("rank", "operation", "axis", "phase", "calls", "bytes")
+    yield Table("Sent in bytes", headings, sent)

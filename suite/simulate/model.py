@@ -1,6 +1,6 @@
 """The module of a published shape, without values: what a simulated rank trains.
 
-Names and layers are those that ``estimate`` counts (``estimate/shapes.py``), so figures of both are
+Names and layers are those that ``estimate`` counts (``costs/shapes/``), so figures of both are
 of the same tensors.  Attention is one operator that keeps its inputs, its output and a number a row
 (``flash``, arXiv 2205.14135, algorithm 1), or keeps the matrix of scores as well (``math``).
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardproof.contract import CrossEntropy, LossTerm, MicroBatch, Role
-from shardproof.estimate.shapes import Shape
+from shardproof.costs.shapes import Shape
 from shardproof.workloads.layers import Embedding, Linear, Place, Span, Stack, StackPart, tie
 
 
@@ -69,7 +69,9 @@ class Attention(nn.Module):
         h, size = shape.hidden, shape.hidden // shape.heads
         self.head_size, self.group = size, shape.heads // shape.kv
         self.core = CoreAttention(span, shape.attention)
-        self.qkv = Linear(h, (shape.heads + 2 * shape.kv) * size, bias=shape.bias in ("qkv", "all"), **place)
+        self.qkv = Linear(
+            h, (shape.heads + 2 * shape.kv) * size, bias=shape.bias in ("qkv", "all"), **place
+        )
         self.out = Linear(h, h, bias=shape.bias == "all", **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -134,7 +136,9 @@ class Embed(nn.Module):
         """Tokens ``(samples, length)`` to ``(samples, length, width)``."""
         own, rows = self.span.cut(self.span.read(tokens))
         hidden = self.token(own)
-        return hidden + self.position(self.span.places(rows)) if "position" in self.roles else hidden
+        return (
+            hidden + self.position(self.span.places(rows)) if "position" in self.roles else hidden
+        )
 
 
 class ShapeModel:

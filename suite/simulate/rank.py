@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardproof import comm, registry
 from shardproof.backends import Joining, joined
@@ -24,6 +24,7 @@ from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.registry import answers
 from shardproof.simulate import group, upstream
 from shardproof.simulate.group import Simulated
+from shardproof.simulate.known import known_integers
 from shardproof.simulate.sources import Source
 
 
@@ -40,11 +41,19 @@ class SimulatedRank:
 _MOST_ROUNDS = 4
 
 
-def simulate(source: Source, ranks: Sequence[int]) -> list[SimulatedRank]:
-    """Run ``source`` as each of ``ranks``, again where one decides by what another one says."""
+def simulate(
+    source: Source, ranks: Sequence[int], began: Callable[[int], None] = lambda rank: None
+) -> list[SimulatedRank]:
+    """Run ``source`` as each of ``ranks``, again where one decides by what another one says.
+
+    ``began`` is called with each rank before it runs.
+    """
     group.hearsay = group.Hearsay()
     for _ in range(_MOST_ROUNDS):
-        found = [simulate_rank(source, rank) for rank in ranks]
+        found = list[SimulatedRank]()
+        for rank in ranks:
+            began(rank)
+            found.append(simulate_rank(source, rank))
         if group.hearsay.is_settled:
             return found
     raise RuntimeError(f"ranks {list(ranks)} did not agree in {_MOST_ROUNDS} rounds")
@@ -59,7 +68,7 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
         with _control_on_values(), upstream.without_values():
             # A mesh reads the numbers of its ranks.
             mesh = Mesh(source.axes, source.joint)
-            with FakeTensorMode():
+            with known_integers():
                 return _trained(source, mesh)
     finally:
         joined.leave()

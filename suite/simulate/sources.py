@@ -18,8 +18,8 @@ from shardproof import workloads
 from shardproof.axes import joint_groups
 from shardproof.case import Case, data_shares
 from shardproof.contract import Batch, Build, MicroBatch, OptimizerSpec, Options
-from shardproof.estimate.shapes import Batch as Work
-from shardproof.estimate.shapes import Shape
+from shardproof.costs.shapes import Batch as Work
+from shardproof.costs.shapes import Shape
 from shardproof.simulate.model import ShapeModel
 
 Watch = Callable[[nn.Module, Sequence[str]], None]
