@@ -97,8 +97,15 @@ def simulate(
 
     from shardproof.simulate import figures
 
-    ranks = [rank] if rank is not None else figures.looked_at(source.axes)
-    found = [figures.figures(made, source.axes) for made in _simulated(source, ranks)]
+    ranks = figures.looked_at(source.axes)
+    if rank is not None:
+        # What a stage receives its neighbours tell; other ranks need nobody.
+        stages = axes.parts(source.axes, "layers")
+        ranks = sorted({*ranks, rank}) if stages > 1 else [rank]
+    made = _simulated(source, ranks)
+    if rank is not None:
+        made = [one for one in made if one.rank == rank]
+    found = [figures.figures(one, source.axes) for one in made]
     console = make_console()
     if is_json():
         for table in figures.exact_tables(found):
@@ -128,10 +135,10 @@ def _notes(source: ShapeSource, found: Sequence[Any], accounting: str) -> list[s
         notes.append("dropout is left out: its masks are not counted")
     if len(found) > 1:
         least = min(found, key=lambda each: each.peak)
-        notes.append(
-            f"of {len(found)} simulated ranks, rank {least.rank:,} needs least: "
-            f"{least.peak / 1e9:,.3f} GB; --rank N shows another"
-        )
+        most = max(found, key=lambda each: each.peak)
+        other = f"rank {least.rank:,} needs least, {least.peak / 1e9:,.3f} GB"
+        told = other if least.peak < most.peak else "all need as much"
+        notes.append(f"of {len(found)} simulated ranks {told}; --rank N shows another")
     return notes
 
 
@@ -323,11 +330,19 @@ def _refusal(impl: str, error: Exception) -> Problem:
     if isinstance(error, Refused):
         return Problem(f"{impl} refuses this training", "change what it names", str(error))
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename] or frames
+    # The line is that of the implementation: below it are torch, the ledgers and this wing.
+    own = [f for f in frames if not _is_ours(Path(f.filename))] or frames
     last = own[-1]
     operator = getattr(error, "func", None)
     name = f"operator {operator}" if operator is not None else type(error).__name__
     what = f"{impl} cannot run on tensors without values: {name} in {last.name}"
     remedy = "simulate another implementation, or other options of it"
-    said = (str(error).splitlines() or [""])[0]
-    return Problem(what, remedy, said, file=Path(last.filename).name, line=last.lineno)
+    said = "" if operator is not None else (str(error).splitlines() or [""])[0]
+    return Problem(what, remedy, said or None, file=Path(last.filename).name, line=last.lineno)
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether ``file`` is torch's, or the suite's but no implementation's."""
+    suite = Path(__file__).parents[1]
+    is_suite = file.is_relative_to(suite) and not file.is_relative_to(suite / "impls")
+    return is_suite or "torch" in file.parts

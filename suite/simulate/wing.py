@@ -14,7 +14,7 @@ class Simulation(Wing):
     """One rank of a large world, simulated on this machine."""
 
     examples = (
-        "shardproof simulate llama-7b --impl reference/fsdp --mesh shard=64    what 64 GPUs hold",
+        "shardproof simulate llama-7b --mesh shard=64     what one rank of 64 holds and sends",
     )
 
     def add_commands(self, app: typer.Typer) -> None:

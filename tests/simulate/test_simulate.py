@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
@@ -35,7 +36,7 @@ class World(NamedTuple):
     implementation: str
     mesh: Mapping[str, int]
     micro_batches: int = 1
-    options: Options = {}
+    options: Options = MappingProxyType({})
 
 
 WORLDS = [
@@ -52,7 +53,7 @@ def source_of(shape: Shape, world: World) -> ShapeSource:
     work = Batch(1, shape.seq, world.micro_batches)
     adam = OptimizerSpec("adamw", momentum=0.0)
     return ShapeSource(
-        shape, world.implementation, world.mesh, adam, world.options, work, torch.float32
+        shape, world.implementation, world.mesh, adam, dict(world.options), work, torch.float32
     )
 
 
@@ -140,7 +141,7 @@ def test_the_ranks_that_stand_for_all() -> None:
 
 # --------------------------------------------------------------------------------- the command
 
-QUICK = "simulate gpt2 --layers 2 --seq 32 --mesh shard=8".split()
+QUICK = ("simulate", "gpt2", "--layers", "2", "--seq", "32", "--mesh", "shard=8")
 
 
 def test_the_tables_fit_into_80_columns_and_progress_is_on_standard_error() -> None:
@@ -176,7 +177,7 @@ def test_json_has_exact_bytes_of_every_simulated_rank() -> None:
         ("", "MODEL is missing - name a model of `shardproof estimate --models`"),
         ("llama-8b --mesh shard=8", "unknown model (llama-8b) - did you mean"),
         ("7.5b --mesh shard=8", "a number of parameters has no layers that could run (7.5b)"),
-        ("gpt2", "--mesh is missing - write the size of each axis: --mesh replicate=8"),
+        ("gpt2", "--mesh is missing - write the size of each axis: --mesh shard=8"),
         ("gpt2 --mesh shards=8", "unknown axis (shards) - did you mean shard?"),
         ("gpt2 --mesh tensor=8", "reference/fsdp has no axis tensor (tensor=8) - its axes: rep"),
         ("gpt2 --mesh shard=0", "axis shard needs a number of ranks (0) - write shard=2"),
@@ -212,8 +213,8 @@ class Steered(IMPLEMENTATION):
 def test_code_that_reads_a_value_is_named_with_operator_and_line(tmp_path: Path) -> None:
     """It has one on a real rank, and none here."""
     (tmp_path / "steered.py").write_text(STEERED)
-    words = "gpt2 --layers 2 --seq 32 --mesh replicate=8 --impl steered.py:Steered".split()
-    done = here("simulate", *words, cwd=tmp_path)
+    words = (*QUICK[:-1], "replicate=8", "--impl", "steered.py:Steered")
+    done = here(*words, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     (line,) = (line for line in done.stderr.splitlines() if "cannot run" in line)
     assert line.startswith("steered.py:6: steered.py:Steered cannot run on tensors without values")
