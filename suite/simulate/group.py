@@ -21,12 +21,15 @@ from shardproof.backends.base import GroupBase
 from shardproof.backends.futures import OwnHandle, announce_delayed_reduction
 from shardproof.backends.request import Request, check
 from shardproof.ledgers.memory import installed
+from shardproof.simulate.known import forget
 
 NAME = "sim"
 
 
 #: A call of control numbers: the members of its group, and how many such calls came before it.
 Place = tuple[tuple[int, ...], int]
+#: Sender and receiver of a message of control numbers, and how many went before it.
+Letter = tuple[int, int, int]
 #: Operation, reduction and root of such a call.
 _Kind = tuple[str, str | None, int]
 
@@ -38,10 +41,37 @@ class Hearsay:
         self._said: dict[Place, dict[int, Tensor]] = {}
         self._answered: dict[tuple[Place, int], tuple[_Kind, Tensor]] = {}
         self._counts: dict[tuple[int, ...], int] = {}
+        self._sent: dict[Letter, Tensor] = {}
+        self._received: dict[Letter, Tensor] = {}
 
     def begin(self) -> None:
         """Another rank begins."""
         self._counts.clear()
+
+    def send(self, sender: int, receiver: int, own: Tensor) -> None:
+        """Note the message ``own``; both are global ranks."""
+        self._sent[self._letter(sender, receiver)] = own.clone()
+
+    def receive(self, sender: int, receiver: int, blank: Tensor) -> Tensor:
+        """What ``sender`` has sent; if it was not simulated, what another rank has sent instead.
+
+        :raises LookupError: no rank that was simulated has sent a message like it.
+        """
+        letter = self._letter(sender, receiver)
+        like = (own for own in self._sent.values() if own.shape == blank.shape)
+        given = self._sent.get(letter, next(like, None))
+        if given is None:
+            raise LookupError(
+                f"rank {receiver} reads a message of rank {sender}, not simulated yet"
+            )
+        self._received[letter] = given
+        return given
+
+    def _letter(self, sender: int, receiver: int) -> Letter:
+        number = self._counts[sender, receiver, -1] = (
+            self._counts.get((sender, receiver, -1), -1) + 1
+        )
+        return sender, receiver, number
 
     def answer(self, members: tuple[int, ...], rank: int, request: Request, own: Tensor) -> Tensor:
         """What ``request`` gives ``members``, of which group rank ``rank`` says ``own``."""
@@ -66,9 +96,13 @@ class Hearsay:
     @property
     def is_settled(self) -> bool:
         """Whether each rank was answered as all that were simulated would have it."""
-        return all(
+        agreed = all(
             torch.equal(given, self._combined(place, rank, kind))
             for (place, rank), (kind, given) in self._answered.items()
+        )
+        return agreed and all(
+            torch.equal(given, self._sent.get(letter, given))
+            for letter, given in self._received.items()
         )
 
 
@@ -96,10 +130,25 @@ class SimulatedGroup(GroupBase):
         tensors = (t for item in (*request.inputs, *request.outputs) for t in item)
         installed.communicated([t.twin for t in tensors if hasattr(t, "twin")])
         with unset_fake_temporarily(), torch.no_grad():
+            self._pass_on(request)
             for given, received in zip(request.inputs, request.outputs, strict=False):
                 if not any(isinstance(t, FakeTensor) for t in (*given, *received)):
                     self._answer(request, given, received)
+                for tensor in received:
+                    forget(tensor)
         return _Done(request)
+
+    def _pass_on(self, request: Request) -> None:
+        """Send or receive a message of control numbers; one without values only counts."""
+        items = request.inputs if request.operation == "send" else request.outputs
+        if request.operation not in ("send", "recv") or request.peer is None:
+            return
+        own, peer = self.global_ranks[self._rank], self.global_ranks[request.peer]
+        for tensor in (t for item in items for t in item if not isinstance(t, FakeTensor)):
+            if request.operation == "send":
+                hearsay.send(own, peer, tensor)
+            else:
+                tensor.copy_(hearsay.receive(peer, own, tensor))
 
     def _answer(self, request: Request, given: list[Tensor], received: list[Tensor]) -> None:
         """Fill ``received``: in place by what ranks said, else as if all ranks had ``given``."""

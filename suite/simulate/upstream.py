@@ -1,20 +1,44 @@
 """The places where torch reads values of tensors in C++, which fakes do not have.
 
-Each is left out while a rank is simulated; none of them holds or sends anything in a step.
+DDP compares shapes over ranks and sends the initial values before the first step; both are left
+out.  It orders its buckets anew in the second step, by numbers that rank 0 sends: those are real.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.parallel import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardproof import comm
+from shardproof.ledgers.program_order import nested_tensors
+
+
+class _RealNumbers(TorchDispatchMode):
+    """Tensors of int32, which a reducer fills and reads by their address, have values inside."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is torch.ops.aten.empty.memory_format and named.get("dtype") is torch.int32:
+            # As the numbers of Comm.agree: with a twin that the ledger of memory counts.
+            return comm.control([0] * args[0][0], dtype=torch.int32)
+        given = list(nested_tensors((args, named)))
+        if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
+            with unset_fake_temporarily():
+                return func(*args, **named)
+        return func(*args, **named)
 
 
 class _Reducer:
-    """DDP's reducer without the second order of its buckets, which it reads from a tensor."""
+    """DDP's reducer, which orders its buckets on real numbers."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -22,8 +46,9 @@ class _Reducer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reducer, name)
 
-    def _rebuild_buckets(self) -> bool:
-        return False
+    def _rebuild_buckets(self) -> Any:
+        with _RealNumbers():
+            return self._reducer._rebuild_buckets()
 
 
 @contextmanager
