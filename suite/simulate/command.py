@@ -73,6 +73,12 @@ def simulate(
     rank: Annotated[
         int | None, typer.Option("--rank", min=0, help="show this rank, not the fullest one")
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against", metavar="RUN", help="simulate the cases of this run, and compare each"
+        ),
+    ] = None,
 ) -> None:
     """Run the real code of one rank of a large world, on tensors without values.
 
@@ -81,12 +87,24 @@ def simulate(
     shardproof simulate llama-7b --impl pytorch/fsdp2 --mesh shard=64 --accounting A16
     shardproof simulate gpt2 --impl reference/pipeline --mesh pipe=4 --micro-batches 8 --rank 3
     shardproof simulate gpt3-175b --impl reference/hybrid --mesh shard=8,tensor=8 --layers 12
+    shardproof simulate --against results/RUN
 
     The ledgers of memory and traffic count what the rank allocates and sends, to the byte; a GB is
     10^9 bytes. Two steps are run, and the second is shown: the first creates the optimizer state.
     The ranks at the ends of each axis are simulated, and the fullest is shown; --json has all of
     them. `shardproof estimate` computes bytes from formulas instead (docs/simulate.md).
+
+    --against compares the bytes and calls of each rank of a stored run with those of the same rank
+    simulated. Exit code 1: one differs; 3: no case can be compared.
     """
+    if against is not None:
+        if model or mesh:
+            what = "--against simulates the cases of a run, so a model and a mesh have no effect"
+            given = model or f"--mesh {mesh}"
+            raise SelectionError(Problem(what, "leave both out, or leave --against out", given))
+        from shardproof.simulate.compared import compare_run
+
+        raise typer.Exit(compare_run(against))
     source = _source(model, impl, mesh, accounting, layers, attention, recompute, option or ())
     source = replace(source, work=_work(source.shape, batch, seq, micro_batches))
     world = math.prod(source.axes.values())

@@ -7,6 +7,7 @@ calls in their order with their bytes.  Tolerance 0.  Bytes are compared where t
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
-from shardproof.commands.console import ProgressBar, make_console, print_line
+from shardproof.commands.console import ProgressBar, is_json, make_console, print_line
+from shardproof.errors import Problem, SelectionError, shorten
 from shardproof.evidence.account import Account
 from shardproof.evidence.records import RankRecord
+from shardproof.files import DAMAGE
 from shardproof.ledgers.memory.summary import PHASES, MemoryRow, summary
 from shardproof.ledgers.traffic import LoggedCall
 from shardproof.runs import records, run_folder
@@ -81,14 +84,18 @@ def compare_result(path: Path, result: CaseResult) -> Compared:
     if reason := unready(result):
         return Compared(result.id, 0, (), reason)
     assert result.record is not None
-    account = Account.from_dict(records.read(path / result.record))
+    try:
+        account = Account.from_dict(records.read(path / result.record))
+    except DAMAGE as error:
+        what, remedy = "this record is damaged", "run `shardproof verify RUN`, which names each"
+        raise SelectionError(Problem(what, remedy, str(path / result.record))) from error
     ranks = account.figures.records if account.figures is not None else ()
     if not ranks:
         return Compared(result.id, 0, (), "its ranks left no record")
     try:
         return compare(result.case, ranks)
     except Exception as error:  # noqa: BLE001 - any error of a simulation is a finding
-        return Compared(result.id, 0, (), error=f"{type(error).__name__}: {error}")
+        return Compared(result.id, 0, (), error=f"its simulation failed: {_told(error)}")
 
 
 def compare(case: Case, records: Sequence[RankRecord]) -> Compared:
@@ -100,13 +107,30 @@ def compare(case: Case, records: Sequence[RankRecord]) -> Compared:
     try:
         simulated = simulate(source, [record.rank for record in records])
     except _STEERED as error:
-        what = str(error.func).removeprefix("aten.").removesuffix(".default")
-        return Compared(case.id, 0, (), f"values of tensors steer it ({what})")
+        return Compared(case.id, 0, (), _steering(error))
+    except RuntimeError as error:
+        # torch swaps fakes in a module that is moved, which it refuses while a graph uses them.
+        if "Couldn't swap" not in str(error):
+            raise
+        return Compared(case.id, 0, (), "it moves modules (Module.to), which fake tensors forbid")
     for record, made in zip(records, simulated, strict=True):
         for compared, what in _pairs(made, record, exact):
             count += compared
             wrong += [f"rank {record.rank}: {what}"] if what else []
     return Compared(case.id, count, wrong)
+
+
+def _told(error: Exception) -> str:
+    """``error`` in a line."""
+    return shorten(f"{type(error).__name__}: {error}", 200)
+
+
+def _steering(error: Any) -> str:
+    """Which operator reads values, and the innermost file of the suite or of a user that asks."""
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    asks = next(file for file in reversed(frames) if not {"torch", "ledgers"} & {*file.parts})
+    what = str(error.func).removeprefix("aten.").removesuffix(".default")
+    return f"values of tensors steer it ({what} in {asks.name})"
 
 
 def _pairs(made: SimulatedRank, record: RankRecord, exact: bool) -> Iterator[tuple[int, str]]:
@@ -165,7 +189,8 @@ def compare_run(path: Path) -> int:
     run, console = run_folder.read(path), make_console()
     found = list[tuple[CaseResult, Compared]]()
     failing = 0
-    with warnings.catch_warnings(), _Cases(console, "simulating", len(run.cases), "cases") as bar:
+    progress = _Cases(console, "simulating", len(run.cases), "cases", visible=not is_json())
+    with warnings.catch_warnings(), progress as bar:
         warnings.simplefilter("ignore")
         for done, result in enumerate(run.cases, 1):
             found.append((result, compared := compare_result(path, result)))

@@ -9,6 +9,7 @@ messages write into such a tensor is unknown from then on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,17 +34,30 @@ class KnownIntegers(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` on fakes."""
+        known = [t for t in args if isinstance(t, FakeTensor) and t.constant is not None]
+        if len(known) > 1 and _broadcast(known) > _MOST:
+            # torch would compute the result before it sees that it is too large to keep.
+            for tensor in known:
+                forget(tensor)
         result = super().dispatch(func, types, args, kwargs or {})
         if getattr(func, "overloadpacket", None) not in _FACTORIES or not _is_exact(result):
             return result
         with no_dispatch():
-            known = func(*args, **(kwargs or {}))
-        return self.fake_tensor_converter.from_real_tensor(self, known, make_constant=True)
+            values = func(*args, **(kwargs or {}))
+        return self.fake_tensor_converter.from_real_tensor(self, values, make_constant=True)
 
 
 def _is_exact(tensor: Any) -> bool:
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return tensor.device.type == "cpu" and tensor.numel() <= _MOST and not is_number
+
+
+def _broadcast(tensors: Sequence[Tensor]) -> int:
+    """Elements of the shape to which ``tensors`` broadcast; 0: they do not."""
+    try:
+        return math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+    except RuntimeError:
+        return 0
 
 
 @contextmanager
