@@ -257,8 +257,8 @@ def _system(impl: str, options: Options) -> type[Implementation]:
         what = f"{impl} does not take these options"
         raise SelectionError(Problem(what, str(error), str(dict(options)))) from error
     if declared.not_trained:
-        what = f"--impl is {declared.not_trained}, which trains no model"
-        raise SelectionError(Problem(what, "see `shardproof list impls`", impl))
+        what, _, remedy = declared.not_trained.partition(": ")
+        raise SelectionError(Problem(f"--impl {what}", remedy, impl))
     if "values" in declared.needs:
         what = f"{impl} needs the values of tensors, and simulated tensors have none"
         raise SelectionError(Problem(what, "simulate another implementation", impl))

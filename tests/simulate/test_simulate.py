@@ -88,9 +88,11 @@ def test_a_simulated_rank_holds_and_sends_what_the_formulas_say(shape: Shape, wo
                 sent[key] = sent.get(key, Fraction()) + call.logical_bytes
     promised: dict[tuple[str, str], Fraction] = {}
     for flow in model.sent():
-        key = flow.axis, flow.operation
-        promised[key] = promised.get(key, Fraction()) + flow.bytes
-    assert {k: size for k, size in sent.items() if size} == promised
+        if not flow.integers:
+            key = flow.axis, flow.operation
+            promised[key] = promised.get(key, Fraction()) + flow.bytes
+    assert sum(sent.values()) > 0
+    assert {k: n for k, n in sent.items() if n} == {k: n for k, n in promised.items() if n}
 
 
 def test_what_is_in_memory_at_the_peak_adds_up_to_it() -> None:
@@ -179,7 +181,7 @@ def test_json_has_exact_bytes_of_every_simulated_rank() -> None:
         ("7.5b --mesh shard=8", "a number of parameters has no layers that could run (7.5b)"),
         ("gpt2", "--mesh is missing - write the size of each axis: --mesh shard=8"),
         ("gpt2 --mesh shards=8", "unknown axis (shards) - did you mean shard?"),
-        ("gpt2 --mesh tensor=8", "reference/fsdp has no axis tensor (tensor=8) - its axes: rep"),
+        ("gpt2 --mesh tensor=8", "reference/fsdp has no axis tensor (tensor=8) - its axes: shard"),
         ("gpt2 --mesh shard=0", "axis shard needs a number of ranks (0) - write shard=2"),
         ("gpt2 --mesh shard=70000", "the mesh has 70,000 ranks, more than reference/fsdp can"),
         ("gpt2 --mesh shard=8 --rank 8", "--rank is outside of the mesh, which has 8 ranks (8)"),
@@ -189,8 +191,14 @@ def test_json_has_exact_bytes_of_every_simulated_rank() -> None:
         ("gpt2 --mesh shard=8 --option offload", "--option is not KEY=VALUE (offload)"),
         ("gpt2 --mesh shard=8 --option no_such=1", "reference/fsdp does not take these options"),
         ("gpt2 --mesh shard=8 --impl reference/fdsp", "unknown implementation (reference/fdsp)"),
-        ("gpt2 --mesh shard=8 --impl reference/sampler", ", which trains no model (reference/s"),
-        ("gpt2 --mesh tensor=5 --impl reference/tensor", "choose another size of that axis (ten"),
+        (
+            "gpt2 --mesh shard=8 --impl reference/sampler",
+            "trains no model (reference/sampler) - judge",
+        ),
+        (
+            "gpt2 --mesh tensor=5 --impl reference/tensor",
+            " (tensor=5) - choose another size of that axis",
+        ),
         ("gpt2 --mesh pipe=16 --impl reference/pipeline", "too few for 16 stages (pipe=16)"),
     ],
 )
