@@ -258,7 +258,7 @@ def _system(impl: str, options: Options) -> type[Implementation]:
         raise SelectionError(Problem(what, str(error), str(dict(options)))) from error
     if declared.not_trained:
         what, _, remedy = declared.not_trained.partition(": ")
-        raise SelectionError(Problem(f"--impl {what}", remedy, impl))
+        raise SelectionError(Problem(f"{impl} {what}", remedy))
     if "values" in declared.needs:
         what = f"{impl} needs the values of tensors, and simulated tensors have none"
         raise SelectionError(Problem(what, "simulate another implementation", impl))

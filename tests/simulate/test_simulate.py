@@ -193,7 +193,7 @@ def test_json_has_exact_bytes_of_every_simulated_rank() -> None:
         ("gpt2 --mesh shard=8 --impl reference/fdsp", "unknown implementation (reference/fdsp)"),
         (
             "gpt2 --mesh shard=8 --impl reference/sampler",
-            "trains no model (reference/sampler) - judge",
+            " and trains no model - judge it by",
         ),
         (
             "gpt2 --mesh tensor=5 --impl reference/tensor",
