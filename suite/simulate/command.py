@@ -138,7 +138,7 @@ def simulate(
 
 
 def _notes(source: ShapeSource, found: Sequence[Any], accounting: str) -> list[str]:
-    """What was simulated, below the first table."""
+    """The notes below the first table: the model, the precision, the simulated ranks."""
     from shardproof.costs import shapes
 
     shape = source.shape

@@ -1,4 +1,4 @@
-"""What a simulated rank holds at most and sends in its last step, and the tables of it."""
+"""The most that a simulated rank holds, the bytes that it sends in its last step, and tables."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def figures(made: SimulatedRank, mesh: Mapping[str, int]) -> Figures:
 
 
 def _held(log: MemoryLog, step: int) -> list[Held]:
-    """What is in memory at the highest moment of ``step``, the largest first."""
+    """The storages in memory at the highest moment of ``step``, the largest first."""
     kinds, sizes, best = log.classes(), dict[int, int](), 0
     total = most = 0
     for number, (index, size, phase, of_step) in enumerate(log.events, 1):

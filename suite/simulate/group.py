@@ -35,7 +35,7 @@ _Kind = tuple[str, str | None, int]
 
 
 class Hearsay:
-    """What simulated ranks have said in calls of control numbers."""
+    """The answers that simulated ranks gave in calls of control numbers."""
 
     def __init__(self) -> None:
         self._said: dict[Place, dict[int, Tensor]] = {}
@@ -53,7 +53,7 @@ class Hearsay:
         self._sent[self._letter(sender, receiver)] = own.clone()
 
     def receive(self, sender: int, receiver: int, blank: Tensor) -> Tensor:
-        """What ``sender`` has sent; if it was not simulated, what another rank has sent instead.
+        """The message of ``sender``; if it was not simulated, that of another rank.
 
         :raises LookupError: no rank that was simulated has sent a message like it.
         """
@@ -74,7 +74,7 @@ class Hearsay:
         return sender, receiver, number
 
     def answer(self, members: tuple[int, ...], rank: int, request: Request, own: Tensor) -> Tensor:
-        """What ``request`` gives ``members``, of which group rank ``rank`` says ``own``."""
+        """The result of ``request`` for ``members``, of which group rank ``rank`` says ``own``."""
         number = self._counts[members] = self._counts.get(members, -1) + 1
         place = members, number
         self._said.setdefault(place, {})[rank] = own.clone()

@@ -30,7 +30,7 @@ from shardproof.simulate.sources import Source
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """What one rank held and sent.  ``calls``: by step."""
+    """The memory log and the calls of one rank.  ``calls``: by step."""
 
     rank: int
     log: MemoryLog

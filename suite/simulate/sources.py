@@ -1,4 +1,4 @@
-"""What a simulated rank trains: the model of a published shape, or that of a case.
+"""The training of a simulated rank: the model of a published shape, or that of a case.
 
 Both give fake tensors only.  A case's model and batches are made for real first, since their values
 are drawn, and replaced by tensors of the same shapes.
@@ -85,7 +85,7 @@ class ShapeSource:
 
 
 class CaseSource:
-    """What the ranks of ``case`` train."""
+    """The training of the ranks of ``case``."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.workload = case, workloads.for_case(case)
