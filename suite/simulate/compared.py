@@ -128,7 +128,9 @@ def _told(error: Exception) -> str:
 def _steering(error: Any) -> str:
     """Which operator reads values, and the innermost file of the suite or of a user that asks."""
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    asks = next(file for file in reversed(frames) if not {"torch", "ledgers"} & {*file.parts})
+    asks = next(
+        file for file in reversed(frames) if not {"torch", "ledgers", "simulate"} & {*file.parts}
+    )
     what = str(error.func).removeprefix("aten.").removesuffix(".default")
     return f"values of tensors steer it ({what} in {asks.name})"
 

@@ -1,4 +1,4 @@
-"""Integers that a program makes itself keep their values while it is simulated.
+"""Fake tensors as simulations need them: integers that a program makes itself keep their values.
 
 A fake tensor has no values.  But positions, orders of rows and numbers of ranks come from
 ``torch.arange`` and literals, not from data, and programs read them back (``tolist``, ``nonzero``).
@@ -17,9 +17,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
+
+from shardproof.simulate import functional
 
 #: Operators that make a tensor from numbers alone.
 _FACTORIES = {torch.ops.aten.arange, torch.ops.aten.full, torch.ops.aten.zeros, torch.ops.aten.ones}
@@ -40,6 +43,8 @@ class KnownIntegers(FakeTensorMode):
             for tensor in known:
                 forget(tensor)
         result = super().dispatch(func, types, args, kwargs or {})
+        if isinstance(func, OpOverload) and result is not NotImplemented:
+            functional.call(func, args, result)
         if getattr(func, "overloadpacket", None) not in _FACTORIES or not _is_exact(result):
             return result
         with no_dispatch():

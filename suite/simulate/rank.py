@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,17 +98,19 @@ def _control_on_values() -> Iterator[None]:
 def _trained(source: Source, mesh: Mesh) -> SimulatedRank:
     log, ledger = program_order.current(), traffic.current()
     assert log is not None and ledger is not None
-    memory, built = MemoryLedger(lambda: log.phase), list[nn.Module]()
+    memory, built = MemoryLedger(lambda: log.phase), list[weakref.ref[nn.Module]]()
 
     def watch(module: nn.Module, units: Sequence[str]) -> None:
         program_order.watch(module, units)
         installed.watch(module)
-        built.append(module)
+        # A stage keeps a part of what was built; the rest is freed.
+        built.append(weakref.ref(module))
 
     def observe(point: Point) -> None:
         with log.observe(point):
             pieces = {kind: answers.pieces(system, kind, mesh.rank) for kind in (*KINDS, "extra")}
-            memory.classify(pieces, built)
+            modules = [module for made in built if (module := made()) is not None]
+            memory.classify(pieces, modules)
             memory.mark(point)
 
     calls = []
