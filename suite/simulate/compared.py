@@ -62,8 +62,8 @@ def unlike(case: Case) -> str:
         return "it saves or loads a checkpoint"
     if case.thaws:
         return "it freezes parameters for evaluations"
-    if case.options.get("offload_to") == "disk":
-        return "it keeps state in a file"
+    if case.options.get("offload") or case.options.get("offload_to") == "disk":
+        return "it keeps state in mapped files (offload)"
     return ""
 
 
