@@ -149,7 +149,7 @@ class ShapeModel:
 
     def __init__(self, shape: Shape, dtype: torch.dtype, watch: Any = None) -> None:
         self.shape, self.dtype, self._watch = shape, dtype, watch
-        self.units = tuple(f"blocks.{index}" for index in range(shape.layers))
+        self.units: Sequence[str] = tuple(f"blocks.{index}" for index in range(shape.layers))
         model = self._made({"device": "meta"})
         self.roles: Mapping[str, Role] = {
             f"{name}.{child}".strip("."): role

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shardproof import comm, registry
 from shardproof.backends import Joining, joined
 from shardproof.comm import Mesh
-from shardproof.contract import KINDS, Point
+from shardproof.contract import KINDS, Piece, Point
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import installed
 from shardproof.ledgers.memory.log import MemoryLog
@@ -108,7 +108,9 @@ def _trained(source: Source, mesh: Mesh) -> SimulatedRank:
 
     def observe(point: Point) -> None:
         with log.observe(point):
-            pieces = {kind: answers.pieces(system, kind, mesh.rank) for kind in (*KINDS, "extra")}
+            pieces: dict[str, Sequence[Piece]] = {
+                kind: answers.pieces(system, kind, mesh.rank) for kind in (*KINDS, "extra")
+            }
             modules = [module for made in built if (module := made()) is not None]
             memory.classify(pieces, modules)
             memory.mark(point)

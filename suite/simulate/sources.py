@@ -28,12 +28,18 @@ Watch = Callable[[nn.Module, Sequence[str]], None]
 class Source(Protocol):
     """A system, its mesh, and what it trains."""
 
-    implementation: str
-    axes: Mapping[str, int]
-    joint: Sequence[tuple[str, ...]]
-    options: Options
-    optimizer: OptimizerSpec
-    steps: int
+    @property
+    def implementation(self) -> str: ...
+    @property
+    def axes(self) -> Mapping[str, int]: ...
+    @property
+    def joint(self) -> Sequence[tuple[str, ...]]: ...
+    @property
+    def options(self) -> Options: ...
+    @property
+    def optimizer(self) -> OptimizerSpec: ...
+    @property
+    def steps(self) -> int: ...
 
     def build(self, rank: int, watch: Watch) -> Build:
         """The build for ``rank``; ``watch`` is called with each module that it makes."""
@@ -99,7 +105,7 @@ class CaseSource:
         """The case's build, whose modules lose their values."""
         with unset_fake_temporarily():
             own = self.workload.build_for(rank, self.shares[rank])
-        return _Valueless(own, watch)  # type: ignore[return-value]
+        return _Valueless(own, watch)
 
     def state(self) -> dict[str, Tensor]:
         """Its initial state."""
@@ -139,7 +145,8 @@ class _Valueless:
             module: nn.Module = self._build(device)
         known: dict[int, Tensor] = {}
         for part in module.modules():
-            for held in (part._parameters, part._buffers):
+            both: tuple[dict[str, Any], ...] = part._parameters, part._buffers
+            for held in both:
                 for name, tensor in held.items():
                     if tensor is not None:
                         held[name] = known.setdefault(id(tensor), _like(tensor))
