@@ -132,9 +132,9 @@ def looked_at(mesh: Mapping[str, int]) -> list[int]:
     smallest.  Where an axis cuts layers, they are also the neighbours of the two: the ends of a
     pipeline hold the embedding and the head as well.
     """
-    dividing, ends = axes.dividing(mesh), []
+    stages, ends = axes.cutting("layers"), []
     for name, size in mesh.items():
-        near = {0, 1, size - 2, size - 1} if name in dividing else {0, size - 1}
+        near = {0, 1, size - 2, size - 1} if name == stages else {0, size - 1}
         ends.append(sorted(n for n in near if 0 <= n < size))
     strides = [1]
     for size in reversed([*mesh.values()][1:]):
@@ -192,7 +192,7 @@ def _size(size: Fraction | int) -> str:
 
 def exact_tables(found: Sequence[Figures]) -> Iterator[Table]:
     """Every figure of every simulated rank in bytes, for programs."""
-    memory = [
+    memory: list[tuple[str, ...]] = [
         (str(one.rank), "peak", phase, kind, str(size))
         for one in found
         for (phase, kind), size in one.peaks.items()

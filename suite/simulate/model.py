@@ -46,7 +46,7 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The weighted values of each query, in its shape."""
         if self.form == "flash":
-            return _Flash.apply(query, key, value)  # type: ignore[no-any-return]
+            return _Flash.apply(query, key, value)
         shared = query.shape[1] // key.shape[1]
         if shared > 1:
             key, value = (part.repeat_interleave(shared, 1) for part in (key, value))
@@ -100,9 +100,9 @@ class Mlp(nn.Module):
         """Values ``(..., width)`` to values of the same shape."""
         inner = self.up(hidden)
         if not self.gated:
-            return self.down(F.gelu(inner))  # type: ignore[no-any-return]
+            return self.down(F.gelu(inner))
         gate, up = inner.chunk(2, -1)
-        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -117,7 +117,7 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """``(samples, length, width)`` to the same shape."""
         hidden = hidden + self.attention(self.norm1(hidden))
-        return hidden + self.mlp(self.norm2(hidden))  # type: ignore[no-any-return]
+        return hidden + self.mlp(self.norm2(hidden))
 
 
 class Embed(nn.Module):

@@ -161,14 +161,14 @@ def test_json_has_exact_bytes_of_every_simulated_rank() -> None:
     done = here(*QUICK, "--json")
     assert done.returncode == 0 and not done.stderr, done.stderr
     memory, _, sent = (table["rows"] for table in json.loads(done.stdout)["tables"])
-    assert {row["rank"] for row in memory} == {row["rank"] for row in sent} == {"0", "7"}
+    assert {row["rank"] for row in memory} == {row["rank"] for row in sent} == {0, 7}
     shape = replace(shapes.model("gpt2"), layers=2, parameters=0)
     model = model_of(source_of(shape, World("reference/fsdp", {"shard": 8})))
     for rank in (0, 7):
         (kept,) = (
             int(row["bytes"])
             for row in memory
-            if (row["rank"], row["moment"], row["class"]) == (str(rank), "kept", "parameters")
+            if (row["rank"], row["moment"], row["class"]) == (rank, "kept", "parameters")
         )
         assert kept == model.resident(rank, 0, 0)["parameters"]
 
