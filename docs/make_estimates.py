@@ -26,8 +26,8 @@ from shardproof.case import Case
 from shardproof.cases.runner import run_cases
 from shardproof.checks.results import CaseResult
 from shardproof.contract import MicroBatch
+from shardproof.costs import shapes
 from shardproof.costs.model import JUDGED
-from shardproof.estimate import shapes
 from shardproof.estimate.figures import Estimate
 from shardproof.scenarios.load import load_text
 from shardproof.scenarios.matrix import expand

@@ -93,6 +93,10 @@ class Call:
     asynchronous: bool = False
 
 
+#: Makes the tensor that carries integers; a simulation, whose tensors have no values, has another.
+control: Callable[..., Tensor] = torch.tensor
+
+
 class Agreement:
     """Integers on their way between ranks."""
 
@@ -211,7 +215,7 @@ class Comm:
         async_op: bool = True,
     ) -> Agreement:
         """As :meth:`agree`, which waits for it: the integers on their way."""
-        tensor = torch.tensor(integers, dtype=dtype, device=self.device)
+        tensor = control(integers, dtype=dtype, device=self.device)
         if op == "first":
             return Agreement(tensor, self.broadcast(tensor, async_op=async_op))
         return Agreement(tensor, self.all_reduce(tensor, op, async_op=async_op))

@@ -56,6 +56,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from shardproof import comm
 from shardproof.comm import Mesh
 from shardproof.contract import (
     Batch,
@@ -344,11 +345,13 @@ class Pipelining(Saves):
         """
         shapes: dict[int, tuple[Tensor, Tensor]] = {}
         hidden = inputs
+        integers = {"dtype": torch.int64, "device": inputs.device}
         for number, part in self.parts.items():
             if number and self.place[number - 1] != self.comm.rank:
-                message = torch.zeros(MOST_DIMENSIONS + 1, dtype=torch.int64, device=inputs.device)
+                message = comm.control([0] * (MOST_DIMENSIONS + 1), **integers)
                 self.comm.recv(message, self.place[number - 1])
-                size = message[1 : 1 + int(message[0])].tolist()
+                dimensions, *size = message.tolist()
+                size = size[:dimensions]
                 hidden = torch.zeros(size, dtype=self.dtype, device=inputs.device)
             with evaluating([part]):
                 output = part(hidden)
@@ -356,8 +359,7 @@ class Pipelining(Saves):
             if number + 1 < len(self.place) and self.place[number + 1] != self.comm.rank:
                 sizes = [output.dim(), *output.shape]
                 sizes += [0] * (MOST_DIMENSIONS + 1 - len(sizes))
-                message = torch.tensor(sizes, dtype=torch.int64, device=inputs.device)
-                self.comm.send(message, self.place[number + 1])
+                self.comm.send(comm.control(sizes, **integers), self.place[number + 1])
             hidden = output
         return shapes
 

@@ -330,13 +330,17 @@ class GroupBase(dist.ProcessGroup):
         given = (output_lists, inputs, *args)
         return self._call("all_gather", "allgather_coalesced", given, _singly(inputs), outputs)
 
+    def _chunks(self, tensor: Tensor) -> list[Tensor]:
+        """The part of ``tensor`` for each rank."""
+        return chunks(tensor, self._size)
+
     def _by_chunks(self, operation: str, method: str, *given: Any) -> Handle:
         """A call of (outputs, inputs, ...) whose larger side holds a chunk of every rank."""
         outputs, inputs = map(listed, given[:2])
         if operation == "all_gather":
-            sides = _singly(inputs), [chunks(t, self._size) for t in outputs]
+            sides = _singly(inputs), [self._chunks(t) for t in outputs]
         else:
-            sides = [chunks(t, self._size) for t in inputs], _singly(outputs)
+            sides = [self._chunks(t) for t in inputs], _singly(outputs)
         return self._call(operation, method, given, *sides)
 
     #: Concatenate every rank's tensor in the first argument.

@@ -24,7 +24,7 @@ The record of a strategy (``shardproof.strategies``) names its class, which is i
 first asked for.  Those of upstream systems lie beside their adapters (``impls/pytorch/costs/``,
 ``impls/deepspeed/costs.py``).  Helpers: ``model`` (what a cost model answers), ``layout`` (buckets,
 units), ``stages`` and ``schedules`` (pipelines), ``offload``, ``accounting`` (A32, A16, ...),
-``expression`` (formulas in scenario files).
+``expression`` (formulas in scenario files), ``shapes`` (published models as facts).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ can be called::
     from shardproof import estimate
     print(estimate(model, "adamw", impl="reference/zero3", gpus=8))
 
-``models.yaml`` has the published shapes, ``shapes`` makes model facts of one, ``activations`` has
-Korthikanti's formulas, ``figures`` adds up.  ``claims`` puts popular sentences to these figures.
+``costs/shapes/`` has the published models and makes facts of one, ``activations`` has Korthikanti's
+formulas, ``figures`` adds up.  ``claims`` puts popular sentences to these figures.
 """
 
 from __future__ import annotations

@@ -24,13 +24,14 @@ from pydantic import BeforeValidator, Field
 
 from shardproof import axes, strategies
 from shardproof.case import Case
+from shardproof.costs import shapes
 from shardproof.costs.expression import Functions, Grammar, parse
 from shardproof.costs.schedules import FORMS
 from shardproof.costs.schedules import Setting as Window
+from shardproof.costs.shapes import BatchSize
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
-from shardproof.estimate import activations, figures, shapes
+from shardproof.estimate import activations, figures
 from shardproof.estimate.own import strategy_of
-from shardproof.estimate.shapes import Batch
 from shardproof.scenarios.load import of_node, read_as
 from shardproof.scenarios.schema import Model, Scenario, Values
 from shardproof.scenarios.source import Node
@@ -251,7 +252,7 @@ def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
     if "model" not in given:
         return {"GB": Fraction(10**9)} | {k: Fraction(str(v)) for k, v in given.items()}
     shape = shapes.model(str(given.pop("model")))
-    batch = Batch(
+    batch = BatchSize(
         *(given.pop(k, d) for k, d in (("samples", 1), ("positions", 0), ("micro_batches", 1)))
     )
     again, accounting = given.pop("recompute", "none"), given.pop("accounting", "A16")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import json
 import re
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from shardproof import axes, registry, strategies
+from shardproof.commands import assigned
 from shardproof.commands.console import echo, is_json, make_console
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.table import Table
@@ -40,30 +40,6 @@ def memory_of(text: str) -> int:
         what = "an amount of memory needs a unit" if plain else "not an amount of memory"
         raise SelectionError(Problem(what, remedy, text))
     return int(size)
-
-
-def _assigned(given: list[str] | None, option: str, example: str) -> dict[str, Any]:
-    """``KEY=VALUE`` words, as in ``example``; values are JSON, or else words."""
-    values: dict[str, Any] = {}
-    for text in given or ():
-        key, sign, value = text.partition("=")
-        if not (key and sign):
-            raise SelectionError(Problem(f"{option} is not KEY=VALUE", f"write {example}", text))
-        if key in values:
-            raise SelectionError(Problem(f"{option} has {key} twice", "give one value", text))
-        try:
-            values[key] = json.loads(value)
-        except ValueError:
-            values[key] = value
-    return values
-
-
-def _mesh(text: str) -> dict[str, int]:
-    found = _assigned([part for part in text.split(",") if part], "--mesh", "shard=8")
-    for name in found:
-        if name not in axes.names():
-            raise SelectionError(Problem("unknown axis", nearest(name, axes.names(), "axes"), name))
-    return found
 
 
 def estimate(
@@ -125,7 +101,7 @@ def estimate(
     GB is 10^9 bytes; memory is that of the rank that holds the most bytes. --accounting sets how
     many bytes the value, gradient and optimizer state of a parameter take (docs/estimate.md).
     """
-    from shardproof.estimate import shapes
+    from shardproof.costs import shapes
 
     if not (models or model) and (impl or gpus or memory or mesh or option):
         remedy = "give a name of `shardproof estimate --models`, or a size such as 7.5b"
@@ -142,13 +118,13 @@ def estimate(
     from shardproof.estimate.own import fits, strategy_of
 
     most = None if memory is None else memory_of(memory)
-    shape, axes_given = shapes.model(model), _mesh(mesh)
-    work = shapes.Batch(batch, seq, micro_batches)
+    shape, axes_given = shapes.model(model), assigned.mesh(mesh)
+    work = shapes.BatchSize(batch, seq, micro_batches)
     again: str | int = int(recompute) if recompute.isdecimal() else recompute
     if again not in ("none", "selective") and not (isinstance(again, int) and again > 0):
         remedy = nearest(recompute, ("none", "selective"), "a number of layers, or")
         raise SelectionError(Problem("unknown value of --recompute", remedy, recompute))
-    options = _assigned(option, "--option", "offload=optimizer")
+    options = assigned.assigned(option or (), "--option", "offload=optimizer")
     if isinstance(again, int):
         options["recompute_every"] = again
 

@@ -58,6 +58,7 @@ ELSEWHERE = {
     "shardproof init *": ("launches", "tests/commands/test_init.py"),
     "shardproof checkpoint *": ("launches", "tests/commands/test_checkpoint_command.py"),
     "shardproof estimate *": ("test", "tests/estimate: formulas only"),
+    "shardproof simulate *": ("test", "tests/simulate: one rank of a small shape"),
     "shardproof merge *": ("test", "tests/runs/test_shards.py: needs the parts of four machines"),
     "shardproof compare results/here results/there": ("clusters", "tests/cluster/test_cluster.py"),
     "shardproof run --rerun-failed *": ("test", "tests/commands/test_rerun.py: needs failures"),

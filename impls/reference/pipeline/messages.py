@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardproof import comm
 from shardproof.comm import Comm
 from shardproof.schedules import Action
 
@@ -120,7 +121,11 @@ class Messages:
         return torch.empty(shape, dtype=dtype, device=self.comm.device)
 
     def _blank(self) -> Tensor:
-        return torch.zeros(DIMENSIONS + 2, dtype=torch.int64, device=self.comm.device)
+        return self._integers([])
+
+    def _integers(self, values: list[int]) -> Tensor:
+        padded = [*values, *[0] * (DIMENSIONS + 2 - len(values))]
+        return comm.control(padded, dtype=torch.int64, device=self.comm.device)
 
     def _encode(self, form: Form) -> Tensor:
         """int64: number of the dtype, number of dimensions, their sizes, zeros."""
@@ -130,10 +135,7 @@ class Messages:
                 f"a stage returned a tensor of {dtype} with {len(shape)} dimensions, but stages "
                 f"can send only floating-point tensors of up to {DIMENSIONS} dimensions"
             )
-        encoded = self._blank()
-        values = [DTYPES.index(dtype), len(shape), *shape]
-        encoded[: len(values)] = torch.tensor(values)
-        return encoded
+        return self._integers([DTYPES.index(dtype), len(shape), *shape])
 
 
 def _decode(encoded: Tensor) -> Form:

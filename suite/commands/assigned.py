@@ -1,0 +1,43 @@
+"""Words such as ``shard=8`` on the command line: options of a system, and sizes of axes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from shardproof import axes
+from shardproof.errors import Problem, SelectionError, nearest
+
+
+def assigned(given: Sequence[str], option: str, example: str) -> dict[str, Any]:
+    """Key to value of the words ``KEY=VALUE``; a value is JSON, or else a text.
+
+    ``option`` and ``example``: what the error names.
+
+    :raises SelectionError: a word of another form, or a key that is given twice.
+    """
+    values: dict[str, Any] = {}
+    for text in given:
+        key, sign, value = text.partition("=")
+        if not (key and sign):
+            raise SelectionError(Problem(f"{option} is not KEY=VALUE", f"write {example}", text))
+        if key in values:
+            raise SelectionError(Problem(f"{option} has {key} twice", "give it once", text))
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
+    return values
+
+
+def mesh(text: str) -> dict[str, Any]:
+    """Axis to its size, as written in ``shard=4,tensor=2``; whether sizes are numbers is not asked.
+
+    :raises SelectionError: a word of another form, or no axis of a mesh.
+    """
+    found = assigned([part for part in text.split(",") if part], "--mesh", "shard=8")
+    for name in found:
+        if name not in axes.names():
+            raise SelectionError(Problem("unknown axis", nearest(name, axes.names(), "axes"), name))
+    return found

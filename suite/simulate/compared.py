@@ -1,0 +1,238 @@
+"""Simulated equals real, to the byte: the ranks of a stored case against the same ranks simulated.
+
+Compared at every step of a rank: bytes of each class at each mark, peaks of each phase, and the
+calls in their order with their bytes.  Tolerance 0.  Bytes are compared where the run has them
+(check ``memory``), on backends whose memory is exact: the threads of gloo free late.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from shardproof.backends import BACKENDS
+from shardproof.case import Case
+from shardproof.checks.results import CaseResult
+from shardproof.commands.console import ProgressBar, is_json, make_console, print_line
+from shardproof.errors import Problem, SelectionError, shorten
+from shardproof.evidence.account import Account
+from shardproof.evidence.records import RankRecord
+from shardproof.files import DAMAGE
+from shardproof.ledgers.memory.summary import PHASES, MemoryRow, summary
+from shardproof.ledgers.traffic import LoggedCall
+from shardproof.runs import records, run_folder
+from shardproof.simulate.rank import SimulatedRank, simulate
+from shardproof.simulate.sources import CaseSource
+from shardproof.table import Table, grouped, number
+from shardproof.verdicts import BROKEN, GREEN, HELD, NOT_DECIDED, kind
+
+#: What a value decides, a fake tensor cannot.
+_STEERED = (DataDependentOutputException, DynamicOutputShapeException)
+#: Differences of a case that are printed.
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One case: how many ``figures`` were compared, in sentences those that differ, why the case
+    was skipped, or the error that ended its simulation.
+    """
+
+    case: str
+    figures: int
+    wrong: Sequence[str]
+    skip: str = ""
+    error: str = ""
+
+
+def unlike(case: Case) -> str:
+    """Why ranks of ``case`` do more than train (empty: they do not)."""
+    if case.changes_members or case.deaths:
+        return "ranks join or leave during the run"
+    if case.checkpoint is not None or case.loads_from or case.reload_at is not None:
+        return "it saves or loads a checkpoint"
+    if case.thaws:
+        return "it freezes parameters for evaluations"
+    if case.options.get("offload") or case.options.get("offload_to") == "disk":
+        return "it keeps state in mapped files (offload)"
+    return ""
+
+
+def unready(result: CaseResult) -> str:
+    """Why ``result`` has no ranks to compare with (empty: it has)."""
+    case = result.case
+    if not case.steps:
+        return "it trains nothing"
+    if kind(result.verdict) not in GREEN or result.record is None:
+        return "it did not pass"
+    backend = BACKENDS.get(case.backend)
+    if backend is None or backend.device != "cpu":
+        return "its backend is not installed, or its ranks have GPUs, which are not simulated"
+    return unlike(case)
+
+
+def compare_result(path: Path, result: CaseResult) -> Compared:
+    """Simulate every rank of ``result``, a case of the run in ``path``, and compare."""
+    if reason := unready(result):
+        return Compared(result.id, 0, (), reason)
+    assert result.record is not None
+    try:
+        account = Account.from_dict(records.read(path / result.record))
+    except DAMAGE as error:
+        what, remedy = "this record is damaged", "run `shardproof verify RUN`, which names each"
+        raise SelectionError(Problem(what, remedy, str(path / result.record))) from error
+    ranks = account.figures.records if account.figures is not None else ()
+    if not ranks:
+        return Compared(result.id, 0, (), "its ranks left no record")
+    try:
+        return compare(result.case, ranks)
+    except Exception as error:  # noqa: BLE001 - any error of a simulation is a finding
+        return Compared(result.id, 0, (), error=f"its simulation failed: {_told(error)}")
+
+
+def compare(case: Case, records: Sequence[RankRecord]) -> Compared:
+    """Simulate every rank of ``case`` and compare."""
+    if reason := unlike(case):
+        return Compared(case.id, 0, (), reason)
+    source, wrong, count = CaseSource(case), list[str](), 0
+    exact = BACKENDS[case.backend].exact_memory
+    try:
+        simulated = simulate(source, [record.rank for record in records])
+    except _STEERED as error:
+        return Compared(case.id, 0, (), _steering(error))
+    except RuntimeError as error:
+        # torch swaps fakes in a module that is moved, which it refuses while a graph uses them.
+        if "Couldn't swap" not in str(error):
+            raise
+        return Compared(case.id, 0, (), "it moves modules (Module.to), which fake tensors forbid")
+    for record, made in zip(records, simulated, strict=True):
+        for compared, what in _pairs(made, record, exact):
+            count += compared
+            wrong += [f"rank {record.rank}: {what}"] if what else []
+    return Compared(case.id, count, wrong)
+
+
+def _told(error: Exception) -> str:
+    """``error`` in a line."""
+    return shorten(f"{type(error).__name__}: {error}", 200)
+
+
+def _steering(error: Any) -> str:
+    """Which operator reads values, and the innermost file of the suite or of a user that asks."""
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    asks = next(
+        file for file in reversed(frames) if not {"torch", "ledgers", "simulate"} & {*file.parts}
+    )
+    what = str(error.func).removeprefix("aten.").removesuffix(".default")
+    return f"values of tensors steer it ({what} in {asks.name})"
+
+
+def _pairs(made: SimulatedRank, record: RankRecord, exact: bool) -> Iterator[tuple[int, str]]:
+    ours, theirs = _rows(summary(made.log)), _rows(record.memory)
+    for key in sorted({*ours, *theirs}) if record.memory and exact else ():
+        a, b = ours.get(key, 0), theirs.get(key, 0)
+        yield 1, "" if a == b else f"{' '.join(map(str, key))}: {a} bytes simulated, {b} real"
+    for step, calls in enumerate(made.calls):
+        real = [_call(call) for call in record.calls_of(step) if call.phase != "observe"]
+        mine = [_call(call) for call in calls if call.phase != "observe"]
+        if real == mine:
+            yield len(real), ""
+            continue
+        at = next((n for n, (a, b) in enumerate(zip(mine, real, strict=False)) if a != b), -1)
+        pair = (mine[at], real[at]) if at >= 0 else (len(mine), len(real))
+        yield 1, f"step {step}, call {at}: {pair[0]} simulated, {pair[1]} real"
+
+
+def _rows(rows: Sequence[MemoryRow]) -> dict[tuple[int, str, str, str], int]:
+    return {
+        (row.step, row.moment, row.where, row.kind): row.bytes
+        for row in rows
+        if row.step >= 0 and (row.moment == "mark" or (row.moment, row.where) in _PEAKS)
+    }
+
+
+_PEAKS = [("peak", phase) for phase in PHASES]
+
+
+def _call(call: LoggedCall) -> tuple[object, ...]:
+    return call.operation, call.axis, call.dtype, call.payload_bytes, call.phase
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+
+class _Cases(ProgressBar):
+    """Progress over the cases of a run."""
+
+    def _columns(self, progress: Any) -> list[Any]:
+        return [progress.MofNCompleteColumn(), progress.TimeElapsedColumn()]
+
+    def update(self, done: int, differ: int) -> None:
+        """So many cases are over."""
+        self._move(done, " cases", f"{differ} differ")
+
+
+def compare_run(path: Path) -> int:
+    """Compare every trained case of the run in ``path``, print tables, and return the exit code.
+
+    0: all figures are equal; 1: one differs, or a simulation ended with an error; 3: no case could
+    be compared.
+
+    :raises SelectionError: there is no run in ``path``.
+    """
+    run, console = run_folder.read(path), make_console()
+    found = list[tuple[CaseResult, Compared]]()
+    failing = 0
+    progress = _Cases(console, "simulating", len(run.cases), "cases", visible=not is_json())
+    with warnings.catch_warnings(), progress as bar:
+        warnings.simplefilter("ignore")
+        for done, result in enumerate(run.cases, 1):
+            found.append((result, compared := compare_result(path, result)))
+            failing += bool(compared.wrong or compared.error)
+            bar.update(done, failing)
+    for table in (_by_implementation(found), _reasons(found), _differences(found)):
+        if table.rows:
+            console.print(table)
+    count = sum(bool(one.figures) for _, one in found)
+    figures = sum(one.figures for _, one in found)
+    print_line(
+        console,
+        f"{number(count, 'case')} compared, {figures:,} figures; "
+        f"{failing} differ, {sum(bool(one.skip) for _, one in found)} skipped",
+    )
+    return BROKEN if failing else HELD if count else NOT_DECIDED
+
+
+def _by_implementation(found: Sequence[tuple[CaseResult, Compared]]) -> Table:
+    rows = []
+    for name, of in sorted(grouped((r.case.implementation, one) for r, one in found).items()):
+        differ = sum(bool(one.wrong or one.error) for one in of)
+        skipped = sum(bool(one.skip) for one in of)
+        figures = f"{sum(one.figures for one in of):,}"
+        equal = len(of) - differ - skipped
+        rows.append((name, *map(str, (len(of), equal, differ, skipped)), figures))
+    columns = ("implementation", "cases", "equal", "differ", "skipped", "figures")
+    return Table("Simulated ranks and real ones", columns, rows, align="lrrrrr")
+
+
+def _reasons(found: Sequence[tuple[CaseResult, Compared]]) -> Table:
+    counts = Counter(one.skip for _, one in found if one.skip)
+    rows = [(reason, str(count)) for reason, count in counts.most_common()]
+    return Table("Skipped", ("reason", "cases"), rows, align="lr")
+
+
+def _differences(found: Sequence[tuple[CaseResult, Compared]]) -> Table:
+    rows = []
+    for _, one in found:
+        said = [one.error] if one.error else [*one.wrong[:_SHOWN]]
+        hidden = len(one.wrong) - len(said)
+        said += [f"and {number(hidden, 'more difference')}"] if hidden > 0 else []
+        rows += [(one.case, text) for text in said]
+    return Table("Differences", ("case", "difference"), rows)

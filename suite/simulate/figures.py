@@ -1,0 +1,212 @@
+"""The most that a simulated rank holds, the bytes that it sends in its last step, and tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from shardproof import axes
+from shardproof.checks.traffic import axis_of
+from shardproof.ledgers.memory.log import CLASSES, FILE, MemoryLog
+from shardproof.ledgers.memory.summary import PHASES, summary
+from shardproof.simulate.rank import SimulatedRank
+from shardproof.table import Table
+
+_ALL = "all"
+#: Lines of the table of the peak; the last one adds up all that have no line of their own.
+_MOST_NAMED = 8
+_AFTER = "after_update"
+
+
+class Held(NamedTuple):
+    """Storages that are alike: ``bytes`` of all ``storages`` together.
+
+    ``made_by``: the torch operator that made them; ``phase``: when it did.
+    """
+
+    kind: str
+    made_by: str
+    phase: str
+    storages: int
+    bytes: int
+
+
+#: Operation, axis and phase of calls.
+Sort = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bytes of one rank in its last step.
+
+    ``peaks``: by phase and class, ``all`` for their sum at one moment.  ``kept``: by class, after
+    the update.  ``host``: of state that rests in host memory then, which the others do not count.
+    ``sent`` and ``calls``: by operation, axis and phase.  ``held``: what is in memory at the peak.
+    """
+
+    rank: int
+    peaks: Mapping[tuple[str, str], int]
+    kept: Mapping[str, int]
+    host: int
+    sent: Mapping[Sort, Fraction]
+    calls: Mapping[Sort, int]
+    held: Sequence[Held]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes that the rank holds at once."""
+        return self.peaks.get((self.phase, _ALL), 0)
+
+    @property
+    def phase(self) -> str:
+        """The phase in which it holds them."""
+        return max(PHASES, key=lambda phase: self.peaks.get((phase, _ALL), 0))
+
+    @property
+    def kinds(self) -> list[str]:
+        """Classes of which there are bytes, then ``all``."""
+        there = {kind for _, kind in self.peaks} | {*self.kept}
+        return [kind for kind in (*CLASSES, _ALL) if kind in there]
+
+
+def figures(made: SimulatedRank, mesh: Mapping[str, int]) -> Figures:
+    """The figures of the last step of ``made``, a rank of ``mesh``."""
+    last = len(made.calls) - 1
+    rows = [row for row in summary(made.log) if row.step == last]
+    after = [row for row in rows if row.where == _AFTER]
+    near = [row for row in rows if row.device != FILE]
+    sent, calls = dict[Sort, Fraction](), Counter[Sort]()
+    for call in made.calls[-1]:
+        if call.phase != "observe":
+            key = call.operation, axis_of(call.group, mesh), call.phase
+            sent[key] = sent.get(key, Fraction()) + call.logical_bytes
+            calls[key] += 1
+    return Figures(
+        rank=made.rank,
+        peaks={(row.where, row.kind): row.bytes for row in near if row.moment == "peak"},
+        kept={row.kind: row.bytes for row in near if row.where == _AFTER},
+        host=sum(row.bytes for row in after if row.device == FILE and row.kind != _ALL),
+        sent=sent,
+        calls=calls,
+        held=_held(made.log, last),
+    )
+
+
+def _held(log: MemoryLog, step: int) -> list[Held]:
+    """The storages in memory at the highest moment of ``step``, the largest first."""
+    kinds, sizes, best = log.classes(), dict[int, int](), 0
+    total = most = 0
+    for number, (index, size, phase, of_step) in enumerate(log.events, 1):
+        if index >= 0 and _is_counted(log, kinds, index):
+            total += size - sizes.get(index, 0)
+            sizes[index] = size
+        if of_step == step and phase in PHASES and total > most:
+            most, best = total, number
+    sizes.clear()
+    for index, size, _, _ in itertools.islice(log.events, best):
+        if index >= 0 and _is_counted(log, kinds, index):
+            sizes[index] = size
+    groups = dict[Sort, list[int]]()
+    for index, size in sizes.items():
+        if size:
+            storage = log.storages[index]
+            # Such as aten.empty.memory_format: the library, the operator, and its overload.
+            made_by = (*storage.operation.split("."), "")[1]
+            groups.setdefault((str(kinds[index]), made_by, storage.phase), []).append(size)
+    found = [Held(*key, len(of), sum(of)) for key, of in groups.items()]
+    return sorted(found, key=lambda one: -one.bytes)
+
+
+def _is_counted(log: MemoryLog, kinds: Sequence[str | None], index: int) -> bool:
+    return kinds[index] is not None and log.storages[index].device != FILE
+
+
+def looked_at(mesh: Mapping[str, int]) -> list[int]:
+    """The ranks that stand for all, ascending; their number does not grow with the mesh.
+
+    Along each axis these are the first and the last rank, whose shards are the largest and the
+    smallest.  Where an axis cuts layers, they are also the neighbours of the two: the ends of a
+    pipeline hold the embedding and the head as well.
+    """
+    stages, ends = axes.cutting("layers"), []
+    for name, size in mesh.items():
+        near = {0, 1, size - 2, size - 1} if name == stages else {0, size - 1}
+        ends.append(sorted(n for n in near if 0 <= n < size))
+    strides = [1]
+    for size in reversed([*mesh.values()][1:]):
+        strides.insert(0, strides[0] * size)
+    places = itertools.product(*ends)
+    return sorted(sum(a * b for a, b in zip(place, strides, strict=True)) for place in places)
+
+
+# --------------------------------------------------------------------------------------- tables
+
+
+def memory_table(title: str, found: Figures, notes: Sequence[str] = ()) -> Table:
+    """Bytes of each class at the peak of each phase, and after the update."""
+    rows = []
+    for kind in found.kinds:
+        sizes = [found.peaks.get((phase, kind), 0) for phase in PHASES]
+        name = "at one moment" if kind == _ALL else kind.replace("_", " ")
+        rows.append((name, *map(_size, [*sizes, found.kept.get(kind, 0)])))
+    if found.host:
+        rows.append(("in host memory", *[""] * len(PHASES), _size(found.host)))
+    columns = ("GB", *(f"peak in {phase}" for phase in PHASES), "after update")
+    return Table(title, columns, rows, notes=notes, align="lrrrr")
+
+
+def held_table(found: Figures) -> Table:
+    """The largest of what is in memory at the peak; the last row is the rest."""
+    named, rest = found.held[:_MOST_NAMED], found.held[_MOST_NAMED:]
+    rows = [
+        (one.kind.replace("_", " "), one.made_by or "-", one.phase, f"{one.storages:,}", _size(b))
+        for one in named
+        for b in (one.bytes,)
+    ]
+    if rest:
+        count, size = sum(one.storages for one in rest), sum(one.bytes for one in rest)
+        rows.append(("all others", "", "", f"{count:,}", _size(size)))
+    title = f"In memory at the peak, in {found.phase}: {_size(found.peak)} GB"
+    headings = ("class", "made by", "in", "storages", "GB")
+    return Table(title, headings, rows, align="lllrr")
+
+
+def traffic_table(found: Figures) -> Table:
+    """Bytes that the rank sends in the step."""
+    rows = [
+        (operation.replace("_", "-"), axis, phase, f"{found.calls[key]:,}", _size(size))
+        for key, size in found.sent.items()
+        for operation, axis, phase in (key,)
+    ]
+    title = f"Sent in the step: {_size(sum(found.sent.values()))} GB"
+    return Table(title, ("operation", "axis", "in", "calls", "GB"), rows, align="lllrr")
+
+
+def _size(size: Fraction | int) -> str:
+    return f"{float(size) / 1e9:,.3f}"
+
+
+def exact_tables(found: Sequence[Figures]) -> Iterator[Table]:
+    """Every figure of every simulated rank in bytes, for programs."""
+    memory: list[tuple[str, ...]] = [
+        (str(one.rank), "peak", phase, kind, str(size))
+        for one in found
+        for (phase, kind), size in one.peaks.items()
+    ]
+    for one in found:
+        memory += [(str(one.rank), "kept", _AFTER, *map(str, item)) for item in one.kept.items()]
+        memory.append((str(one.rank), "kept", _AFTER, "host", str(one.host)))
+    yield Table("Memory in bytes", ("rank", "moment", "where", "class", "bytes"), memory)
+    held = [(str(one.rank), *map(str, each)) for one in found for each in one.held]
+    yield Table("At the peak in bytes", ("rank", "class", *Held._fields[1:]), held)
+    sent = [
+        (str(one.rank), *key, str(one.calls[key]), str(size))
+        for one in found
+        for key, size in one.sent.items()
+    ]
+    headings = ("rank", "operation", "axis", "phase", "calls", "bytes")
+    yield Table("Sent in bytes", headings, sent)

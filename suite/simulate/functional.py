@@ -1,0 +1,80 @@
+"""Functional collectives of torch, by which DTensor communicates, on tensors without values.
+
+Their kernel makes the result and calls the group.  Fakes get the result alone, from the rules for
+shapes, so the call is made here, with what the kernel gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+#: Makes a call of ``group`` from the arguments of an operator before its group, and its result.
+_Make = Callable[[Any, Sequence[Any], Any], object]
+
+
+def _all_reduce(group: Any, given: Sequence[Any], result: Any) -> object:
+    options = dist.AllreduceOptions()
+    options.reduceOp = _reduction(given[1])
+    return group.allreduce(_listed(result), options)
+
+
+def _reduce_scatter(group: Any, given: Sequence[Any], result: Any) -> object:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _reduction(given[1])
+    return group.reduce_scatter_single(_listed(result), _listed(given[0]), options)
+
+
+def _all_gather(group: Any, given: Sequence[Any], result: Any) -> object:
+    return group.all_gather_single(_listed(result), _listed(given[0]))
+
+
+def _all_to_all(group: Any, given: Sequence[Any], result: Any) -> object:
+    return group.all_to_all_single(result, given[0], [*given[1]], [*given[2]])
+
+
+def _broadcast(group: Any, given: Sequence[Any], result: Any) -> object:
+    options = dist.BroadcastOptions()
+    options.rootRank = given[1]
+    return group.broadcast([result], options)
+
+
+_CALLS: dict[str, _Make] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_": _all_reduce,
+    "all_reduce_coalesced": _all_reduce,
+    "all_gather_into_tensor": _all_gather,
+    "all_gather_into_tensor_coalesced": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "reduce_scatter_tensor_coalesced": _reduce_scatter,
+    "all_to_all_single": _all_to_all,
+    "broadcast": _broadcast,
+}
+
+
+def call(func: Any, args: Sequence[Any], result: Any) -> None:
+    """Make the call of ``func`` if it is a functional collective; ``result``: its fake result.
+
+    :raises NotImplementedError: it is one that is not known here.
+    """
+    space, _, name = func._schema.name.partition("::")
+    if space != "_c10d_functional" or name == "wait_tensor":
+        return
+    if name not in _CALLS:
+        raise NotImplementedError(f"{func} cannot be simulated: its call is not known")
+    *given, group = args
+    made = group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
+    with torch.no_grad():
+        _CALLS[name](made, given, result)
+
+
+def _reduction(name: str) -> Any:
+    return getattr(dist.ReduceOp, name.upper())
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [*tensors] if isinstance(tensors, (list, tuple)) else [tensors]

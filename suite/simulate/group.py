@@ -1,0 +1,213 @@
+"""A process group whose calls move nothing: one rank of any world runs by itself on fake tensors.
+
+Tensors without values stay as they are.  Real ones are numbers by which ranks decide together
+(``Comm.agree``).  They get what the ranks simulated so far have said in the same call; a rank that
+was not simulated is taken to say what this one says (:class:`Hearsay`).
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from shardproof.backends.backend import Backend, Joining
+from shardproof.backends.base import GroupBase
+from shardproof.backends.futures import OwnHandle, announce_delayed_reduction
+from shardproof.backends.request import Request, check
+from shardproof.ledgers.memory import installed
+from shardproof.simulate.known import forget
+
+NAME = "sim"
+
+
+#: A call of control numbers: the members of its group, and how many such calls came before it.
+Place = tuple[tuple[int, ...], int]
+#: Sender and receiver of a message of control numbers, and how many went before it.
+Letter = tuple[int, int, int]
+#: Operation, reduction and root of such a call.
+_Kind = tuple[str, str | None, int]
+
+
+class Hearsay:
+    """The answers that simulated ranks gave in calls of control numbers."""
+
+    def __init__(self) -> None:
+        self._said: dict[Place, dict[int, Tensor]] = {}
+        self._answered: dict[tuple[Place, int], tuple[_Kind, Tensor]] = {}
+        self._counts: dict[tuple[int, ...], int] = {}
+        self._sent: dict[Letter, Tensor] = {}
+        self._received: dict[Letter, Tensor] = {}
+
+    def begin(self) -> None:
+        """Another rank begins."""
+        self._counts.clear()
+
+    def send(self, sender: int, receiver: int, own: Tensor) -> None:
+        """Note the message ``own``; both are global ranks."""
+        self._sent[self._letter(sender, receiver)] = own.clone()
+
+    def receive(self, sender: int, receiver: int, blank: Tensor) -> Tensor:
+        """The message of ``sender``; if it was not simulated, that of another rank.
+
+        :raises LookupError: no rank that was simulated has sent a message like it.
+        """
+        letter = self._letter(sender, receiver)
+        like = (own for own in self._sent.values() if own.shape == blank.shape)
+        given = self._sent.get(letter, next(like, None))
+        if given is None:
+            raise LookupError(
+                f"rank {receiver} reads a message of rank {sender}, not simulated yet"
+            )
+        self._received[letter] = given
+        return given
+
+    def _letter(self, sender: int, receiver: int) -> Letter:
+        number = self._counts[sender, receiver, -1] = (
+            self._counts.get((sender, receiver, -1), -1) + 1
+        )
+        return sender, receiver, number
+
+    def answer(self, members: tuple[int, ...], rank: int, request: Request, own: Tensor) -> Tensor:
+        """The result of ``request`` for ``members``, of which group rank ``rank`` says ``own``."""
+        number = self._counts[members] = self._counts.get(members, -1) + 1
+        place = members, number
+        self._said.setdefault(place, {})[rank] = own.clone()
+        kind = request.operation, request.reduce, request.root or 0
+        self._answered[place, rank] = kind, (given := self._combined(place, rank, kind))
+        return given
+
+    def _combined(self, place: Place, rank: int, kind: _Kind) -> Tensor:
+        operation, reduce, root = kind
+        said, size = self._said[place], len(place[0])
+        own = said[rank]
+        if operation == "broadcast":
+            return said.get(root, own)
+        heard = torch.stack([*said.values(), *[own] * (size - len(said))])
+        if reduce == "sum":
+            return heard.sum(0).to(own.dtype)
+        return heard.amax(0) if reduce == "max" else heard.amin(0)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether each rank was answered as all that were simulated would have it."""
+        agreed = all(
+            torch.equal(given, self._combined(place, rank, kind))
+            for (place, rank), (kind, given) in self._answered.items()
+        )
+        return agreed and all(
+            torch.equal(given, self._sent.get(letter, given))
+            for letter, given in self._received.items()
+        )
+
+
+#: That of the simulation under way.
+hearsay = Hearsay()
+
+
+class _Done(OwnHandle):
+    """A call is over as soon as it is made; a message, when its sender looks a second time."""
+
+    _looked = False
+
+    def _settle(self, timeout: float | None) -> None:
+        """The result is there."""
+
+    def is_completed(self) -> bool:
+        # The receiver does not run between a send and the line after it, so the message is held.
+        looked, self._looked = self._looked, True
+        return looked or self.request.operation != "send"
+
+
+class SimulatedGroup(GroupBase):
+    """The side of the one rank that runs."""
+
+    backend_name = NAME
+
+    def _chunks(self, tensor: Tensor) -> list[Tensor]:
+        if not (isinstance(tensor, FakeTensor) and tensor.numel() and tensor.is_contiguous()):
+            return super()._chunks(tensor)
+        if tensor.numel() % self._size:
+            return super()._chunks(tensor)  # which says what is wrong
+        # One view stands for all: thousands of them would cost more than the step.
+        return [tensor.detach().view(self._size, -1)[0]] * self._size
+
+    def _start(self, request: Request) -> OwnHandle:
+        check(request, self._size, self._rank)
+        tensors = (t for item in (*request.inputs, *request.outputs) for t in item)
+        installed.communicated([t.twin for t in tensors if hasattr(t, "twin")])
+        with unset_fake_temporarily(), torch.no_grad():
+            self._pass_on(request)
+            for given, received in zip(request.inputs, request.outputs, strict=False):
+                if not any(isinstance(t, FakeTensor) for t in (*given, *received)):
+                    self._answer(request, given, received)
+                for tensor in received:
+                    forget(tensor)
+        return _Done(request)
+
+    def _pass_on(self, request: Request) -> None:
+        """Send or receive a message of control numbers; one without values only counts."""
+        items = request.inputs if request.operation == "send" else request.outputs
+        if request.operation not in ("send", "recv") or request.peer is None:
+            return
+        own, peer = self.global_ranks[self._rank], self.global_ranks[request.peer]
+        for tensor in (t for item in items for t in item if not isinstance(t, FakeTensor)):
+            if request.operation == "send":
+                hearsay.send(own, peer, tensor)
+            else:
+                tensor.copy_(hearsay.receive(peer, own, tensor))
+
+    def _answer(self, request: Request, given: list[Tensor], received: list[Tensor]) -> None:
+        """Fill ``received``: in place by what ranks said, else as if all ranks had ``given``."""
+        if request.operation in ("all_reduce", "broadcast"):
+            (own,) = given
+            own.copy_(hearsay.answer(self.global_ranks, self._rank, request, own))
+            return
+        for number, target in enumerate(received):
+            target.copy_(given[min(number, len(given) - 1)])
+            if request.reduce == "sum":
+                target.mul_(self._size)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+def _create(options: Any, _: Any) -> SimulatedGroup:
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return SimulatedGroup(options.group_rank, len(ranks), options.timeout, ranks)
+
+
+class Simulated(Backend):
+    """One rank runs, on fake tensors; all other ranks of its world exist as numbers only."""
+
+    name = NAME
+    has_values = False
+    exact_memory = True
+    adds_in_rank_order = True
+    takes_over = False
+    hides_latency = False
+    hides_because = "calls move nothing, so they take no time"
+
+    def available(self, world: int = 1) -> str | None:
+        """``None``: it needs torch only."""
+        return None
+
+    def join(self, joining: Joining) -> None:
+        """Be rank ``joining.rank`` of ``joining.world``, alone."""
+        announce_delayed_reduction()
+        if NAME.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        # Each rank of a real world asks the host for its name; nobody has to hear this one.
+        os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "0")
+        dist.init_process_group(
+            NAME,
+            rank=joining.rank,
+            world_size=joining.world,
+            store=dist.HashStore(),
+            timeout=timedelta(seconds=joining.timeout_s),
+        )

@@ -1,0 +1,138 @@
+"""One rank of a world that is not there: the real implementation on fake tensors, both ledgers."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from shardproof import comm, registry
+from shardproof.backends import Joining, joined
+from shardproof.comm import Mesh
+from shardproof.contract import KINDS, Piece, Point
+from shardproof.ledgers import program_order, traffic
+from shardproof.ledgers.memory import installed
+from shardproof.ledgers.memory.log import MemoryLog
+from shardproof.ledgers.memory.recorder import MemoryLedger
+from shardproof.registry import answers
+from shardproof.simulate import group, upstream
+from shardproof.simulate.group import Simulated
+from shardproof.simulate.known import known_integers
+from shardproof.simulate.sources import Source
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """The memory log and the calls of one rank.  ``calls``: by step."""
+
+    rank: int
+    log: MemoryLog
+    calls: list[list[traffic.LoggedCall]]
+
+
+#: Most times that ranks are simulated until they agree on the numbers by which they decide.
+_MOST_ROUNDS = 4
+
+
+def simulate(
+    source: Source, ranks: Sequence[int], began: Callable[[int], None] = lambda rank: None
+) -> list[SimulatedRank]:
+    """Run ``source`` as each of ``ranks``, again where one decides by what another one says.
+
+    ``began`` is called with each rank before it runs.
+    """
+    group.hearsay = group.Hearsay()
+    for _ in range(_MOST_ROUNDS):
+        found = list[SimulatedRank]()
+        for rank in ranks:
+            began(rank)
+            found.append(simulate_rank(source, rank))
+        if group.hearsay.is_settled:
+            return found
+    raise RuntimeError(f"ranks {list(ranks)} did not agree in {_MOST_ROUNDS} rounds")
+
+
+def simulate_rank(source: Source, rank: int) -> SimulatedRank:
+    """Run ``source`` as ``rank`` of its world."""
+    group.hearsay.begin()
+    world = math.prod(source.axes.values())
+    joined.join(Simulated(), Joining(rank, world, Path(), 60.0, ledgers=True))
+    try:
+        with _control_on_values(), upstream.without_values():
+            # A mesh reads the numbers of its ranks.
+            mesh = Mesh(source.axes, source.joint)
+            with known_integers():
+                return _trained(source, mesh)
+    finally:
+        joined.leave()
+
+
+@contextmanager
+def _control_on_values() -> Iterator[None]:
+    """Numbers by which ranks decide keep their values.
+
+    Each has a twin without a value, which the ledger of memory counts.
+    """
+
+    def valued(integers: Sequence[int], **named: Any) -> Tensor:
+        with unset_fake_temporarily():
+            tensor = torch.tensor(integers, **named)
+        tensor.twin = torch.empty(len(integers), **named)  # type: ignore[attr-defined]
+        return tensor
+
+    comm.control = valued
+    try:
+        yield
+    finally:
+        comm.control = torch.tensor
+
+
+def _trained(source: Source, mesh: Mesh) -> SimulatedRank:
+    log, ledger = program_order.current(), traffic.current()
+    assert log is not None and ledger is not None
+    memory, built = MemoryLedger(lambda: log.phase), list[weakref.ref[nn.Module]]()
+
+    def watch(module: nn.Module, units: Sequence[str]) -> None:
+        program_order.watch(module, units)
+        installed.watch(module)
+        # A stage keeps a part of what was built; the rest is freed.
+        built.append(weakref.ref(module))
+
+    def observe(point: Point) -> None:
+        with log.observe(point):
+            pieces: dict[str, Sequence[Piece]] = {
+                kind: answers.pieces(system, kind, mesh.rank) for kind in (*KINDS, "extra")
+            }
+            modules = [module for made in built if (module := made()) is not None]
+            memory.classify(pieces, modules)
+            memory.mark(point)
+
+    calls = []
+    with memory:
+        system = registry.load(source.implementation)()
+        system.trace = log.action
+        everywhere = system.capabilities(source.options).initial_state == "everywhere"
+        with memory.paused():
+            state = source.state() if everywhere or mesh.rank == mesh.ranks[0] else None
+        build = source.build(mesh.rank, watch)
+        system.setup(build, state, source.optimizer, mesh, source.options)
+        del state
+        for step in range(source.steps):
+            with memory.unseen():
+                batch = source.batch(mesh.rank, step)
+            first, memory.step = len(ledger.calls), step
+            with log.step(step):
+                system.step(batch, observe)
+            calls.append(ledger.calls[first:])
+            del batch
+        system.drain()
+        system.close()
+    return SimulatedRank(mesh.rank, memory.log, calls)

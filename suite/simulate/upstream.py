@@ -1,0 +1,71 @@
+"""The places where torch reads values of tensors in C++, which fakes do not have.
+
+DDP compares shapes over ranks and sends the initial values before the first step; both are left
+out.  It orders its buckets anew in the second step, by numbers that rank 0 sends: those are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.parallel import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardproof import comm
+from shardproof.ledgers.program_order import nested_tensors
+
+
+class _RealNumbers(TorchDispatchMode):
+    """Tensors of int32, which a reducer fills and reads by their address, have values inside."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is torch.ops.aten.empty.memory_format and named.get("dtype") is torch.int32:
+            # As the numbers of Comm.agree: with a twin that the ledger of memory counts.
+            return comm.control([0] * args[0][0], dtype=torch.int32)
+        given = list(nested_tensors((args, named)))
+        if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
+            with unset_fake_temporarily():
+                return func(*args, **named)
+        return func(*args, **named)
+
+
+class _Reducer:
+    """DDP's reducer, which orders its buckets on real numbers."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> Any:
+        with _RealNumbers():
+            return self._reducer._rebuild_buckets()
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """DDP neither compares shapes over ranks nor sends the initial values."""
+    original = distributed.DistributedDataParallel._ddp_init_helper
+
+    def made(self: Any, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
+        self.reducer = _Reducer(self.reducer)
+
+    def nothing(*given: Any, **named: Any) -> None:
+        """Ranks are alike."""
+
+    with ExitStack() as stack:
+        for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
+            stack.enter_context(patch.object(distributed, name, nothing))
+        owner = distributed.DistributedDataParallel
+        stack.enter_context(patch.object(owner, "_ddp_init_helper", made))
+        yield
