@@ -155,7 +155,7 @@ def test_an_optimizer_of_torch_is_taken_as_it_is() -> None:
     ("words", "says"),
     [
         ("lama-7b", "did you mean llama-7b?"),
-        ("0b", "write e.g. 7.5b"),
+        ("0b", "write 7.5b, for example"),
         ("7b --gpus 6 --mesh tensor=4 --impl hybrid", "multiple of 4: 4, 8"),
         ("7b --mesh tensor=3 --impl tensor", "valid: 1, 2, 4"),
         ("7b --mesh tensr=4", "did you mean tensor?"),
@@ -169,7 +169,7 @@ def test_an_optimizer_of_torch_is_taken_as_it_is() -> None:
         ("7b --memory 0GB", "write 80GB"),
         ("7b --memory 1e3GB", "write 80GB"),
         (f"7b --memory {'9' * 400}TB", "write 80GB"),
-        ("7b --mesh shard=4,shard=2", "--mesh has shard twice (shard=2) - give one value"),
+        ("7b --mesh shard=4,shard=2", "--mesh has shard twice (shard=2) - give it once"),
         ("7b --mesh 4x2", "write shard=8"),
         ("7b --mesh tensor=3", "(tensor=3) - choose another size of that axis"),
         ("7b --mesh replicate=2,tensor=3 --gpus 8", "give a multiple of 6"),
