@@ -7,7 +7,7 @@ and in nothing else.  So an order is data (``schedules.py``), and one loop carri
     what                    lives
     input, output, graph    from F to its BW, or B
     small graphs of owners  from F to W (split_backward.py)
-    what was sent           until it has arrived
+    what was sent           until what comes back proves its arrival
 
 Only F, B and BW wait, each for its own message; sends are waited for at the end of the window.
 ``accumulate`` of a stage's handle is called right before the action that makes gradients of its
@@ -35,6 +35,7 @@ from torch import Tensor
 from shardproof.comm import Comm
 from shardproof.contract import MicroBatch, Refused
 from shardproof.impls.reference.pipeline.messages import Key, Messages
+from shardproof.impls.reference.pipeline.schedules import proofs
 from shardproof.impls.reference.pipeline.split_backward import Deferred
 from shardproof.impls.reference.pipeline.stages import Stage
 from shardproof.schedules import Action, Schedule, with_messages
@@ -120,6 +121,7 @@ class Executor:
         self.ready: dict[Action, Tensor] = {}  # by the receive that is waiting for it
         self.losses: dict[int, Tensor] = {}
         order = schedule.orders[self.comm.rank]
+        self.messages.proved = proofs(schedule, self.comm.rank)
         self.apart = {(stage, micro) for op, stage, micro in order if op == "W"}
         # The last action that makes gradients of a stage's weights: a dictionary keeps the last.
         final = {action.stage: action for action in order if action.op in ("W", "BW")}
@@ -219,10 +221,7 @@ class Executor:
         _, stage, micro = action
         if stage == self.last:
             return torch.full_like(held.output, self.scale)
-        gradient = self.from_stage(Action("RB", stage, micro), stage + 1)
-        # Its activation has arrived, or there would be no gradient: let go of what was sent.
-        self.messages.arrived(Action("RF", stage + 1, micro))
-        return gradient
+        return self.from_stage(Action("RB", stage, micro), stage + 1)
 
     def weights(self, action: Action) -> None:
         """W: gradients of the weights; afterwards no state of the micro-batch remains."""

@@ -1,7 +1,8 @@
 """Activations and gradients in transit between the stages of a pipeline.
 
-Receives are posted into fresh buffers; sends keep their tensors until they are over.  Between two
-ranks messages arrive in the order in which they are sent.
+Receives are posted into fresh buffers.  A sent tensor is kept until a message comes back that its
+receiver could only send with it, or until the window ends.  Between two ranks messages arrive in
+the order in which they are sent.
 
 Only the sender knows the shape of an activation, which follows from the shape of the micro-batch's
 inputs.  So its *form*, a few integers, goes ahead of the first activation that crosses a boundary
@@ -15,6 +16,7 @@ with it, until somebody needs the message.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +56,8 @@ class Messages:
         self.due: dict[int, deque[Due]] = defaultdict(deque)
         self.posted: dict[Action, tuple[Any, Tensor]] = {}
         self.sent: dict[Action, list[tuple[Any, Tensor]]] = {}
+        #: By received message: the sent ones that have arrived once it is here.
+        self.proved: Mapping[Action, Sequence[Action]] = {}
 
     def send(self, message: Action, key: Key, tensor: Tensor, peer: int) -> None:
         """Start sending ``tensor``; its form is sent before the first activation of its kind."""
@@ -63,8 +67,9 @@ class Messages:
             self.forms[key] = tuple(tensor.shape), tensor.dtype
             going.insert(0, self._encode(self.forms[key]))
         self.sent[message] = [(self.comm.send(t, peer, async_op=True), t) for t in going]
-        # Nobody waits for sends before the window ends, so what has arrived is let go here.
-        for earlier, works in list(self.sent.items()):
+        # Nothing comes back in an evaluation.  In training a look would do as well, but then the
+        # memory of a rank would depend on the speed of the others.
+        for earlier, works in () if torch.is_grad_enabled() else list(self.sent.items()):
             if all(work.is_completed() for work, _ in works):
                 self.arrived(earlier)
 
@@ -84,6 +89,8 @@ class Messages:
             self._advance(peer, receive)
         work, buffer = self.posted.pop(receive)
         work.wait()
+        for message in self.proved.get(receive, ()):
+            self.arrived(message)
         return buffer
 
     def finish(self) -> None:

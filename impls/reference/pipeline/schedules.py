@@ -20,10 +20,10 @@ sections 2, 3 and 6).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from shardproof.contract import Refused
-from shardproof.schedules import Action, Schedule, with_messages
+from shardproof.schedules import Action, Schedule, received, with_messages
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
@@ -163,6 +163,27 @@ def _in_turn(
             actions.append(Action("W", stage, micro - delay))
     rest = range(max(0, micro_batches - delay), micro_batches) if delay is not None else ()
     return actions + [Action("W", stage, micro) for micro in rest]
+
+
+def proofs(schedule: Schedule, rank: int) -> Mapping[Action, Sequence[Action]]:
+    """Messages that ``rank`` gets -> messages that it sent and that have arrived by then.
+
+    Both are named by their receives.  Another rank has waited for the input of every computation
+    that it does before a send.
+    """
+    found: dict[Action, Sequence[Action]] = {}
+    for peer, order in enumerate(schedule.orders):
+        arrived = list[Action]()
+        for action in order if peer != rank else ():
+            op, stage, micro = action
+            if (taken := received(schedule, peer, action)) is not None:
+                if schedule.place[taken.stage + (-1 if taken.op == "RF" else 1)] == rank:
+                    arrived.append(taken)
+            elif op in ("SF", "SB"):
+                goal = stage + 1 if op == "SF" else stage - 1
+                if schedule.place[goal] == rank:
+                    found[Action("R" + op[1], goal, micro)], arrived = arrived, []
+    return found
 
 
 #: Name -> (ranks, micro-batches) -> schedule; ``interleaved`` has a third argument, the chunks.
