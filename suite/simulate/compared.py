@@ -56,12 +56,10 @@ def unlike(case: Case) -> str:
     """Why ranks of ``case`` do more than train (empty: they do not)."""
     if case.changes_members or case.deaths:
         return "ranks join or leave during the run"
-    if case.checkpoint is not None or case.loads_from or case.reload_at is not None:
-        return "it saves or loads a checkpoint"
+    if case.loads_from or case.reload_at is not None:
+        return "it loads a checkpoint"
     if case.thaws:
         return "it freezes parameters for evaluations"
-    if case.options.get("offload") or case.options.get("offload_to") == "disk":
-        return "it keeps state in mapped files (offload)"
     return ""
 
 

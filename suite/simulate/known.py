@@ -10,6 +10,7 @@ messages write into such a tensor is unknown from then on.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,8 @@ from shardproof.simulate import functional
 _FACTORIES = {torch.ops.aten.arange, torch.ops.aten.full, torch.ops.aten.zeros, torch.ops.aten.ones}
 #: Most elements of a tensor whose values are kept: a mask of 4,096 rows and columns.
 _MOST = 1 << 24
+#: Storages that would be mapped from a file.
+_MAPPED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
 class KnownIntegers(FakeTensorMode):
@@ -38,6 +41,13 @@ class KnownIntegers(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` on fakes."""
+        if func is torch.ops.aten.from_file.default:
+            # As much host memory, without values.
+            size, dtype = kwargs["size"] if "size" in kwargs else args[2], kwargs["dtype"]
+            made = torch.ops.aten.empty.memory_format
+            tensor: Tensor = super().dispatch(made, types, ([size],), {"dtype": dtype})
+            _MAPPED.add(tensor.untyped_storage())
+            return tensor
         known = [t for t in args if isinstance(t, FakeTensor) and t.constant is not None]
         if len(known) > 1 and _broadcast(known) > _MOST:
             # torch would compute the result before it sees that it is too large to keep.
@@ -51,6 +61,10 @@ class KnownIntegers(FakeTensorMode):
         with no_dispatch():
             values = func(*args, **(kwargs or {}))
         return self.fake_tensor_converter.from_real_tensor(self, values, make_constant=True)
+
+
+def _filename(storage: torch.UntypedStorage) -> str | None:
+    return "a file" if storage in _MAPPED else None
 
 
 def _is_exact(tensor: Any) -> bool:
@@ -69,7 +83,9 @@ def _broadcast(tensors: Sequence[Tensor]) -> int:
 @contextmanager
 def known_integers() -> Iterator[None]:
     """Simulate inside."""
-    with patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST), KnownIntegers():
+    most = patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST)
+    # No property of a storage can be set; by this one the ledger and a system know files.
+    with most, patch.object(torch.UntypedStorage, "filename", property(_filename)), KnownIntegers():
         yield
 
 

@@ -316,7 +316,7 @@ class MemoryLedger(TorchDispatchMode):
 
 def _of_file(storage: torch.UntypedStorage) -> bool:
     """Whether ``storage`` is mapped from a file, however it was made."""
-    return storage.device.type == "cpu" and getattr(storage, "filename", None) is not None
+    return storage.device.type in ("cpu", "meta") and getattr(storage, "filename", None) is not None
 
 
 def _on_host(tensor: Tensor, other: Tensor) -> bool:
