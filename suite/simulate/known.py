@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -48,6 +48,10 @@ class KnownIntegers(FakeTensorMode):
             tensor: Tensor = super().dispatch(made, types, ([size],), {"dtype": dtype})
             _MAPPED.add(tensor.untyped_storage())
             return tensor
+        if func is torch.ops.aten._local_scalar_dense.default and _filename(
+            args[0].untyped_storage()
+        ):
+            return 1.0  # torch's optimizers read one thing from there: how many steps they made
         known = [t for t in args if isinstance(t, FakeTensor) and t.constant is not None]
         if len(known) > 1 and _broadcast(known) > _MOST:
             # torch would compute the result before it sees that it is too large to keep.
@@ -80,12 +84,26 @@ def _broadcast(tensors: Sequence[Tensor]) -> int:
         return 0
 
 
+def _finite(is_finite: Callable[[], bool]) -> Callable[[Tensor], Tensor]:
+    original = torch.Tensor.isfinite
+
+    def isfinite(tensor: Tensor) -> Tensor:
+        found = original(tensor)
+        if isinstance(found, FakeTensor) and found.numel() <= _MOST:
+            with no_dispatch():
+                found.constant = torch.full((), is_finite()).expand(found.shape)
+        return found
+
+    return isfinite
+
+
 @contextmanager
-def known_integers() -> Iterator[None]:
-    """Simulate inside."""
+def known_integers(is_finite: Callable[[], bool]) -> Iterator[None]:
+    """Simulate inside; ``is_finite()`` answers for every tensor that is asked at that moment."""
     most = patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST)
     # No property of a storage can be set; by this one the ledger and a system know files.
-    with most, patch.object(torch.UntypedStorage, "filename", property(_filename)), KnownIntegers():
+    files = patch.object(torch.UntypedStorage, "filename", property(_filename))
+    with most, files, patch.object(Tensor, "isfinite", _finite(is_finite)), KnownIntegers():
         yield
 
 

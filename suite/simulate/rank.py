@@ -69,7 +69,9 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
         with _control_on_values(), upstream.without_values():
             # A mesh reads the numbers of its ranks.
             mesh = Mesh(source.axes, source.joint)
-            with known_integers():
+            log = program_order.current()
+            assert log is not None
+            with known_integers(lambda: source.is_finite(rank, log.number)):
                 return _trained(source, mesh)
     finally:
         joined.leave()

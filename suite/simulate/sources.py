@@ -6,7 +6,7 @@ are drawn, and replaced by tensors of the same shapes; the values of its batches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,6 +50,9 @@ class Source(Protocol):
     def batch(self, rank: int, step: int) -> Batch:
         """The share of ``rank`` in ``step``, without values."""
 
+    def is_finite(self, rank: int, step: int) -> bool:
+        """Whether gradients of ``rank`` in ``step`` are finite, which their values would tell."""
+
 
 @dataclass(frozen=True)
 class ShapeSource:
@@ -89,12 +92,17 @@ class ShapeSource:
         micro = MicroBatch(tokens, torch.empty_like(tokens), weights, ids)
         return Batch(step, ((micro,) * self.work.micro_batches,))
 
+    def is_finite(self, rank: int, step: int) -> bool:
+        """Always."""
+        return True
+
 
 class CaseSource:
-    """The training of the ranks of ``case``."""
+    """The training of the ranks of ``case``; ``skipped``: by rank, the steps that overflowed."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, skipped: Mapping[int, Collection[int]] | None = None) -> None:
         self.case, self.workload = case, workloads.for_case(case)
+        self.skipped = skipped or {}
         self.implementation, self.axes = case.implementation, case.mesh
         self.joint = joint_groups(case.mesh)
         self.options, self.optimizer, self.steps = case.options, case.optimizer, case.steps
@@ -119,6 +127,10 @@ class CaseSource:
             batch = self.workload.batch(step, max(self.shares.values()) + 1)[self.shares[rank]]
         windows = tuple(tuple(map(_micro, window)) for window in batch.windows)
         return Batch(step, windows)
+
+    def is_finite(self, rank: int, step: int) -> bool:
+        """As the record of ``rank`` says."""
+        return step not in self.skipped.get(rank, ())
 
 
 def _micro(micro: MicroBatch) -> MicroBatch:
