@@ -99,8 +99,7 @@ def compare(case: Case, records: Sequence[RankRecord]) -> Compared:
     """Simulate every rank of ``case`` and compare."""
     if reason := unlike(case):
         return Compared(case.id, 0, (), reason)
-    overflowed = {r.rank: [n for n, step in enumerate(r.steps) if step.skipped] for r in records}
-    source, wrong, count = CaseSource(case, overflowed), list[str](), 0
+    source, wrong, count = CaseSource(case, records), list[str](), 0
     exact = BACKENDS[case.backend].exact_memory
     try:
         simulated = simulate(source, [record.rank for record in records])

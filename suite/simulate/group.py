@@ -43,10 +43,13 @@ class Hearsay:
         self._counts: dict[tuple[int, ...], int] = {}
         self._sent: dict[Letter, Tensor] = {}
         self._received: dict[Letter, Tensor] = {}
+        #: Whether the rank got a message that its sender has not sent yet.
+        self.guessed = False
 
     def begin(self) -> None:
         """Another rank begins."""
         self._counts.clear()
+        self.guessed = False
 
     def send(self, sender: int, receiver: int, own: Tensor) -> None:
         """Note the message ``own``; both are global ranks."""
@@ -60,6 +63,7 @@ class Hearsay:
         letter = self._letter(sender, receiver)
         like = (own for own in self._sent.values() if own.shape == blank.shape)
         given = self._sent.get(letter, next(like, None))
+        self.guessed |= letter not in self._sent
         if given is None:
             raise LookupError(
                 f"rank {receiver} reads a message of rank {sender}, not simulated yet"
@@ -88,7 +92,9 @@ class Hearsay:
         own = said[rank]
         if operation == "broadcast":
             return said.get(root, own)
-        heard = torch.stack([*said.values(), *[own] * (size - len(said))])
+        # Who was told something wrong may have said something else in its place.
+        alike = [words for words in said.values() if words.shape == own.shape]
+        heard = torch.stack([*alike, *[own] * (size - len(alike))])
         if reduce == "sum":
             return heard.sum(0).to(own.dtype)
         return heard.amax(0) if reduce == "max" else heard.amin(0)

@@ -24,6 +24,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
+from shardproof.ledgers.program_order import RankLog
 from shardproof.simulate import functional
 
 #: Operators that make a tensor from numbers alone.
@@ -34,8 +35,43 @@ _MOST = 1 << 24
 _MAPPED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
+class Decided:
+    """What values would decide at the moment that ``log`` tells.
+
+    ``is_finite(step)``: whether gradients are finite.
+    """
+
+    def __init__(self, is_finite: Callable[[int], bool], log: RankLog) -> None:
+        self._is_finite, self.log, self._reads = is_finite, log, False
+
+    def is_finite(self) -> bool:
+        """Whether the tensor that is asked now is finite."""
+        return self._is_finite(self.log.number)
+
+    @property
+    def reports(self) -> bool:
+        """Whether numbers that are read now are results only, as those of an evaluation."""
+        return self._reads or self.log.phase == "observe"
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, results are read."""
+        self._reads = True
+        try:
+            yield
+        finally:
+            self._reads = False
+
+
 class KnownIntegers(FakeTensorMode):
-    """Fake tensors; integers of factories are constants."""
+    """Fake tensors; integers of factories are constants.
+
+    A number that is only told, and decides nothing, is 0.
+    """
+
+    def __init__(self, decided: Decided) -> None:
+        super().__init__()
+        self.decided = decided
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -45,13 +81,14 @@ class KnownIntegers(FakeTensorMode):
             # As much host memory, without values.
             size, dtype = kwargs["size"] if "size" in kwargs else args[2], kwargs["dtype"]
             made = torch.ops.aten.empty.memory_format
-            tensor: Tensor = super().dispatch(made, types, ([size],), {"dtype": dtype})
+            tensor: Any = super().dispatch(made, types, ([size],), {"dtype": dtype})
             _MAPPED.add(tensor.untyped_storage())
             return tensor
-        if func is torch.ops.aten._local_scalar_dense.default and _filename(
-            args[0].untyped_storage()
-        ):
-            return 1.0  # torch's optimizers read one thing from there: how many steps they made
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].constant is None:
+            if self.decided.reports:
+                return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+            if _filename(args[0].untyped_storage()):
+                return 1.0  # torch's optimizers keep one number there: how many steps they made
         known = [t for t in args if isinstance(t, FakeTensor) and t.constant is not None]
         if len(known) > 1 and _broadcast(known) > _MOST:
             # torch would compute the result before it sees that it is too large to keep.
@@ -98,12 +135,13 @@ def _finite(is_finite: Callable[[], bool]) -> Callable[[Tensor], Tensor]:
 
 
 @contextmanager
-def known_integers(is_finite: Callable[[], bool]) -> Iterator[None]:
-    """Simulate inside; ``is_finite()`` answers for every tensor that is asked at that moment."""
+def known_integers(decided: Decided) -> Iterator[None]:
+    """Simulate inside."""
     most = patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST)
     # No property of a storage can be set; by this one the ledger and a system know files.
+    mode = KnownIntegers(decided)
     files = patch.object(torch.UntypedStorage, "filename", property(_filename))
-    with most, files, patch.object(Tensor, "isfinite", _finite(is_finite)), KnownIntegers():
+    with most, files, patch.object(Tensor, "isfinite", _finite(decided.is_finite)), mode:
         yield
 
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.registry import answers
 from shardproof.simulate import group, upstream
 from shardproof.simulate.group import Simulated
-from shardproof.simulate.known import known_integers
+from shardproof.simulate.known import Decided, known_integers
 from shardproof.simulate.sources import Source
 
 
@@ -51,12 +52,20 @@ def simulate(
     """
     group.hearsay = group.Hearsay()
     for _ in range(_MOST_ROUNDS):
-        found = list[SimulatedRank]()
+        found, failed = list[SimulatedRank](), None
         for rank in ranks:
             began(rank)
-            found.append(simulate_rank(source, rank))
-        if group.hearsay.is_settled:
+            try:
+                found.append(simulate_rank(source, rank))
+            except Exception as error:
+                # What it was told may have been a guess.
+                if group.hearsay.is_settled and not group.hearsay.guessed:
+                    raise
+                failed = failed or error
+        if failed is None and group.hearsay.is_settled:
             return found
+    if failed is not None:
+        raise failed
     raise RuntimeError(f"ranks {list(ranks)} did not agree in {_MOST_ROUNDS} rounds")
 
 
@@ -71,8 +80,9 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
             mesh = Mesh(source.axes, source.joint)
             log = program_order.current()
             assert log is not None
-            with known_integers(lambda: source.is_finite(rank, log.number)):
-                return _trained(source, mesh)
+            decided = Decided(partial(source.is_finite, rank), log)
+            with known_integers(decided):
+                return _trained(source, mesh, decided)
     finally:
         joined.leave()
 
@@ -97,9 +107,9 @@ def _control_on_values() -> Iterator[None]:
         comm.control = torch.tensor
 
 
-def _trained(source: Source, mesh: Mesh) -> SimulatedRank:
-    log, ledger = program_order.current(), traffic.current()
-    assert log is not None and ledger is not None
+def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
+    log, ledger = decided.log, traffic.current()
+    assert ledger is not None
     memory, built = MemoryLedger(lambda: log.phase), list[weakref.ref[nn.Module]]()
 
     def watch(module: nn.Module, units: Sequence[str]) -> None:
@@ -130,9 +140,17 @@ def _trained(source: Source, mesh: Mesh) -> SimulatedRank:
         for step in range(source.steps):
             with memory.unseen():
                 batch = source.batch(mesh.rank, step)
+            if source.evaluates(mesh.rank, step):
+                with log.observe("evaluation"):
+                    system.evaluate(batch)
             first, memory.step = len(ledger.calls), step
             with log.step(step):
-                system.step(batch, observe)
+                result = system.step(batch, observe)
+            # Read after the step, as by every user: what it rests on lives until then.
+            with decided.reading():
+                answers.step(system, step, result)
+                answers.number(system, "step", result.loss)
+            del result
             calls.append(ledger.calls[first:])
             del batch
         system.drain()

@@ -6,7 +6,7 @@ are drawn, and replaced by tensors of the same shapes; the values of its batches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from shardproof.axes import joint_groups
 from shardproof.case import Case, data_shares
 from shardproof.contract import Batch, Build, MicroBatch, OptimizerSpec, Options
 from shardproof.costs.shapes import BatchSize, Shape
+from shardproof.evidence.records import RankRecord
 from shardproof.simulate.known import kept
 from shardproof.simulate.model import ShapeModel
 
@@ -52,6 +53,9 @@ class Source(Protocol):
 
     def is_finite(self, rank: int, step: int) -> bool:
         """Whether gradients of ``rank`` in ``step`` are finite, which their values would tell."""
+
+    def evaluates(self, rank: int, step: int) -> bool:
+        """Whether ``rank`` evaluates its batch of ``step`` before it trains with it."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,17 @@ class ShapeSource:
         """Always."""
         return True
 
+    def evaluates(self, rank: int, step: int) -> bool:
+        """Never."""
+        return False
+
 
 class CaseSource:
-    """The training of the ranks of ``case``; ``skipped``: by rank, the steps that overflowed."""
+    """The training of the ranks of ``case``, with what their ``records`` know of values."""
 
-    def __init__(self, case: Case, skipped: Mapping[int, Collection[int]] | None = None) -> None:
+    def __init__(self, case: Case, records: Sequence[RankRecord]) -> None:
         self.case, self.workload = case, workloads.for_case(case)
-        self.skipped = skipped or {}
+        self.records = {record.rank: record for record in records}
         self.implementation, self.axes = case.implementation, case.mesh
         self.joint = joint_groups(case.mesh)
         self.options, self.optimizer, self.steps = case.options, case.optimizer, case.steps
@@ -130,7 +138,11 @@ class CaseSource:
 
     def is_finite(self, rank: int, step: int) -> bool:
         """As the record of ``rank`` says."""
-        return step not in self.skipped.get(rank, ())
+        return step < 0 or not self.records[rank].steps[step].skipped
+
+    def evaluates(self, rank: int, step: int) -> bool:
+        """As the record of ``rank`` says."""
+        return any(evaluation.step == step for evaluation in self.records[rank].evaluations)
 
 
 def _micro(micro: MicroBatch) -> MicroBatch:
