@@ -1,7 +1,7 @@
 """The places where torch reads values of tensors in C++, which fakes do not have.
 
 DDP compares shapes over ranks and sends the initial values before the first step; both are left
-out.  It orders its buckets anew in the second step, by numbers that rank 0 sends: those are real.
+out.  FSDP1 asks for addresses.  It orders its buckets anew in the second step, by numbers that rank 0 sends: those are real.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.fsdp import _flat_param
+from torch.distributed.tensor import _redistribute, debug
 from torch.nn.parallel import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,6 +54,14 @@ class _Reducer:
             return self._reducer._rebuild_buckets()
 
 
+def _forget_ranks() -> None:
+    """Empty DTensor's caches: shapes and groups in them are those of the rank before."""
+    debug._clear_sharding_prop_cache()
+    for held in vars(_redistribute).values():
+        if hasattr(held, "cache_clear"):
+            held.cache_clear()
+
+
 @contextmanager
 def without_values() -> Iterator[None]:
     """DDP neither compares shapes over ranks nor sends the initial values."""
@@ -63,7 +74,14 @@ def without_values() -> Iterator[None]:
     def nothing(*given: Any, **named: Any) -> None:
         """Ranks are alike."""
 
+    def is_allocated(tensor: Tensor) -> bool:
+        """As FSDP1 asks by the address, which fakes do not have."""
+        return tensor.untyped_storage().size() > 0
+
+    _forget_ranks()
     with ExitStack() as stack:
+        if hasattr(_flat_param, "_data_ptr_allocated"):
+            stack.enter_context(patch.object(_flat_param, "_data_ptr_allocated", is_allocated))
         for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
             stack.enter_context(patch.object(distributed, name, nothing))
         owner = distributed.DistributedDataParallel
