@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -32,11 +33,14 @@ from shardproof.simulate.sources import Source
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """The memory log and the calls of one rank.  ``calls``: by step."""
+    """The memory log and the calls of one rank.  ``calls``: by step; ``groups``: process groups
+    that its system made.
+    """
 
     rank: int
     log: MemoryLog
     calls: list[list[traffic.LoggedCall]]
+    groups: int = 0
 
 
 #: Most times that ranks are simulated until they agree on the numbers by which they decide.
@@ -127,7 +131,7 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
             memory.classify(pieces, modules)
             memory.mark(point)
 
-    calls = []
+    calls, began = [], _groups()
     with memory:
         system = registry.load(source.implementation)()
         system.trace = log.action
@@ -155,4 +159,10 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
             del batch
         system.drain()
         system.close()
-    return SimulatedRank(mesh.rank, memory.log, calls)
+        groups = _groups() - began
+    return SimulatedRank(mesh.rank, memory.log, calls, groups)
+
+
+def _groups() -> int:
+    """How many process groups this world has made, also of other ranks."""
+    return int(c10d._world.group_count)
