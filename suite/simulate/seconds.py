@@ -47,6 +47,7 @@ from shardproof.simulate.work import Operator
 
 #: ``eager``: each operator is a kernel; ``fused``: those between two products are one.
 Kernels = Literal["eager", "fused"]
+KERNELS: tuple[Kernels, ...] = ("eager", "fused")
 #: Backward computes two products for each of forward (PaLM, arXiv 2204.02311, appendix B).
 _BOTH_WAYS = 3
 
