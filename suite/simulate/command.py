@@ -73,6 +73,17 @@ def simulate(
     rank: Annotated[
         int | None, typer.Option("--rank", min=0, help="show this rank, not the fullest one")
     ] = None,
+    machine: Annotated[
+        str,
+        typer.Option("--machine", metavar="NAME", help="a100, h100, h200, b200, or here: measured"),
+    ] = "h100",
+    node: Annotated[
+        int, typer.Option("--node", min=0, help="ranks in a node (0: GPUs of the machine's nodes)")
+    ] = 0,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg", help="draw memory over the step into this file"),
+    ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
@@ -87,12 +98,16 @@ def simulate(
     shardproof simulate llama-7b --impl pytorch/fsdp2 --mesh shard=64 --accounting A16
     shardproof simulate gpt2 --impl reference/pipeline --mesh pipe=4 --micro-batches 8 --rank 3
     shardproof simulate gpt3-175b --impl reference/hybrid --mesh shard=8,tensor=8 --layers 12
+    shardproof simulate llama-7b --mesh shard=64 --machine a100 --node 8 --plot memory.svg
     shardproof simulate --against results/RUN
 
     The ledgers of memory and traffic count what the rank allocates and sends, to the byte; a GB is
     10^9 bytes. Two steps are run, and the second is shown: the first creates the optimizer state.
     The ranks at the ends of each axis are simulated, and the fullest is shown; --json has all of
     them. `shardproof estimate` computes bytes from formulas instead (docs/simulate.md).
+
+    Seconds are those of a model of --machine: the roofline of each operator, and alpha-beta times
+    of calls, of which those hide that compute does not wait for. --plot draws bytes by class.
 
     --against compares the bytes and calls of each rank of a stored run with those of the same rank
     simulated. Exit code 1: one differs; 3: no case can be compared.
@@ -116,28 +131,51 @@ def simulate(
         raise SelectionError(Problem(what, f"give 0 to {world - 1:,}", str(rank)))
     _require_shared(source, accounting)
 
-    from shardproof.simulate import figures
+    from shardproof.simulate import figures, machines
+    from shardproof.simulate.seconds import KERNELS, StepTime, step_seconds
 
     ranks = figures.looked_at(source.axes)
     if rank is not None:
         # What a stage receives its neighbours tell; other ranks need nobody.
         stages = axes.parts(source.axes, "layers")
         ranks = sorted({*ranks, rank}) if stages > 1 else [rank]
+    on = machines.machine(machine, node)
     made = _simulated(source, ranks)
+    times: dict[str, StepTime] = {k: step_seconds(made, on, source.axes, k) for k in KERNELS}
     if rank is not None:
         made = [one for one in made if one.rank == rank]
     found = [figures.figures(one, source.axes) for one in made]
-    console = make_console()
-    if is_json():
-        for table in figures.exact_tables(found):
-            console.print(table)
-        return
     most = max(found, key=lambda each: each.peak)
     shown = " x ".join(f"{axis} {size:,}" for axis, size in source.axes.items())
     title = f"{source.shape.name} on {shown}, {impl}: rank {most.rank:,}"
+    if plot is not None:
+        _draw(plot, title, next(one for one in made if one.rank == most.rank))
+    console = make_console()
+    if is_json():
+        for table in (*figures.exact_tables(found), figures.exact_time_table(times, on)):
+            console.print(table)
+        return
     console.print(figures.memory_table(title, most, _notes(source, found, accounting)))
     console.print(figures.held_table(most))
     console.print(figures.traffic_table(most))
+    console.print(figures.time_table(times, on))
+
+
+def _draw(file: Path, title: str, made: SimulatedRank) -> None:
+    """Draw the memory of ``made`` over its last step into ``file``.
+
+    :raises SelectionError: the file cannot be written.
+    """
+    from shardproof.files import write_whole
+    from shardproof.simulate.picture import picture
+
+    try:
+        write_whole(file, picture(title, made.log, len(made.calls) - 1))
+    except OSError as error:
+        what = f"--plot cannot be written: {error.strerror}"
+        raise SelectionError(
+            Problem(what, "name a file in a folder that exists", str(file))
+        ) from error
 
 
 def _notes(source: ShapeSource, found: Sequence[Any], accounting: str) -> list[str]:
