@@ -15,8 +15,10 @@ import typer
 
 from shardproof import axes
 from shardproof.commands import assigned
-from shardproof.commands.console import echo, is_json, make_console
+from shardproof.commands.console import echo, is_json, make_console, print_line
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.table import number
+from shardproof.verdicts import BROKEN, HELD
 
 if TYPE_CHECKING:
     from shardproof.contract import Implementation, Options
@@ -106,6 +108,9 @@ def simulate(
     The ranks at the ends of each axis are simulated, and the fullest is shown; --json has all of
     them. `shardproof estimate` computes bytes from formulas instead (docs/simulate.md).
 
+    What a rank holds and sends is compared with the formulas of its strategy, tolerance 0. Exit
+    code 1: a promise is broken.
+
     Seconds are those of a model of --machine: the roofline of each operator, and alpha-beta times
     of calls, of which those hide that compute does not wait for. --plot draws bytes by class.
 
@@ -145,6 +150,7 @@ def simulate(
     if rank is not None:
         made = [one for one in made if one.rank == rank]
     found = [figures.figures(one, source.axes) for one in made]
+    wrong = _promises(source, made, accounting)
     most = max(found, key=lambda each: each.peak)
     shown = " x ".join(f"{axis} {size:,}" for axis, size in source.axes.items())
     title = f"{source.shape.name} on {shown}, {impl}: rank {most.rank:,}"
@@ -152,13 +158,34 @@ def simulate(
         _draw(plot, title, next(one for one in made if one.rank == most.rank))
     console = make_console()
     if is_json():
-        for table in (*figures.exact_tables(found), figures.exact_time_table(times, on)):
+        exact = *figures.exact_tables(found), figures.exact_time_table(times, on)
+        for table in (*exact, figures.broken_table(wrong or [])):
             console.print(table)
-        return
+        raise typer.Exit(BROKEN if wrong else HELD)
     console.print(figures.memory_table(title, most, _notes(source, found, accounting)))
     console.print(figures.held_table(most))
     console.print(figures.traffic_table(most))
     console.print(figures.time_table(times, on))
+    if wrong is None:
+        print_line(console, f"no bytes are promised of {impl}: simulated, not judged")
+    elif wrong:
+        console.print(figures.broken_table(wrong))
+        raise typer.Exit(BROKEN)
+    else:
+        print_line(console, f"as promised: memory and traffic of {number(len(made), 'rank')}")
+
+
+def _promises(
+    source: ShapeSource, made: Sequence[SimulatedRank], accounting: str
+) -> list[str] | None:
+    """The promises that ranks break; ``None``: there are none."""
+    from shardproof.costs import NoCostModel
+    from shardproof.simulate.promised import broken
+
+    try:
+        return broken(source, made, accounting)
+    except NoCostModel:
+        return None
 
 
 def _draw(file: Path, title: str, made: SimulatedRank) -> None:

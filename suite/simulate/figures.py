@@ -232,6 +232,12 @@ def _size(size: Fraction | int) -> str:
     return f"{float(size) / 1e9:,.3f}"
 
 
+def broken_table(wrong: Sequence[str]) -> Table:
+    """Promises that ranks break, one a row."""
+    rows = [tuple(text.split(": ", 1)) for text in wrong]
+    return Table("Broken promises", ("rank", "problem"), rows)
+
+
 def exact_tables(found: Sequence[Figures]) -> Iterator[Table]:
     """Every figure of every simulated rank in bytes, for programs."""
     memory: list[tuple[str, ...]] = [
