@@ -84,3 +84,10 @@ def forget(tensor: Tensor) -> None:
     """A message overwrites ``tensor``: its values are no longer known."""
     if isinstance(tensor, FakeTensor) and tensor.constant is not None:
         tensor.fake_mode.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
+
+
+def tell(tensor: Tensor, values: Tensor) -> None:
+    """A message wrote ``values`` into ``tensor``."""
+    if isinstance(tensor, FakeTensor):
+        tensor.constant = values
+        tensor.fake_mode.fake_tensor_converter.add_constant_storage_mapping(tensor)

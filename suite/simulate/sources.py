@@ -20,7 +20,7 @@ from shardproof.case import Case, data_shares
 from shardproof.contract import Batch, Build, MicroBatch, OptimizerSpec, Options
 from shardproof.costs.shapes import BatchSize, Shape
 from shardproof.simulate.known import kept
-from shardproof.simulate.model import ShapeModel
+from shardproof.simulate.model import ShapeModel, micro_batch
 
 Watch = Callable[[nn.Module, Sequence[str]], None]
 
@@ -77,16 +77,14 @@ class ShapeSource:
         return ShapeModel(self.shape, self.dtype, watch)
 
     def state(self) -> dict[str, Tensor]:
-        """Its parameters."""
-        return {n: p.detach() for n, p in ShapeModel(self.shape, self.dtype)().named_parameters()}
+        """Its parameters and buffers."""
+        module = ShapeModel(self.shape, self.dtype)()
+        both = (*module.named_parameters(), *module.named_buffers())
+        return {name: tensor.detach() for name, tensor in both}
 
     def batch(self, rank: int, step: int) -> Batch:
         """Micro-batches of full samples, every target with the same weight."""
-        samples, positions = self.work.samples, self.work.positions or self.shape.seq
-        tokens = torch.empty(samples, positions, dtype=torch.int64)
-        weights = torch.empty(samples, positions)
-        ids = torch.empty(samples, dtype=torch.int64)
-        micro = MicroBatch(tokens, torch.empty_like(tokens), weights, ids)
+        micro = micro_batch(self.shape, self.dtype, self.work)
         return Batch(step, ((micro,) * self.work.micro_batches,))
 
 
