@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from shardproof import workloads
+from shardproof import axes, registry, workloads
 from shardproof.axes import joint_groups
 from shardproof.case import Case, data_shares
 from shardproof.contract import Batch, Build, MicroBatch, OptimizerSpec, Options
+from shardproof.costs import cannot_fit, shapes
 from shardproof.costs.shapes import BatchSize, Shape
+from shardproof.errors import Problem, SelectionError
 from shardproof.simulate.known import kept
 from shardproof.simulate.model import ShapeModel, micro_batch
 
@@ -71,6 +73,45 @@ class ShapeSource:
     def joint(self) -> Sequence[tuple[str, ...]]:
         """Axes that need one group together."""
         return joint_groups(self.axes)
+
+    @property
+    def name(self) -> str:
+        """The name of the model, and of layers if it has others."""
+        return self.shape.name
+
+    def about(self) -> list[str]:
+        """The model and a micro-batch, in words."""
+        shape, count = self.shape, sum(t.numel for t in shapes.tensors(self.shape, ""))
+        positions = self.work.samples * (self.work.positions or shape.seq)
+        notes = [
+            f"{count:,} parameters in {shape.layers} layers, {positions:,} positions a micro-batch"
+        ]
+        if shape.mixture:
+            notes.append("each expert gets as many tokens as any other: routing is given")
+        if shape.dropout:
+            notes.append("dropout is left out: its masks are not counted")
+        return notes
+
+    def require_shared(self, accounting: str) -> None:
+        """Raise where the ranks of an axis cannot share the model.
+
+        :raises SelectionError: positions, heads, widths or layers are too few, or do not divide.
+        """
+        shape, seq = self.shape, self.work.positions
+        if shape.image and seq:
+            what = f"{shape.name} takes images of {shape.image.side} x {shape.image.side}"
+            raise SelectionError(Problem(what, "leave --seq out", str(seq)))
+        if shape.positions and seq > shape.positions:
+            what = f"{shape.name} has {shape.positions:,} learned positions, fewer than --seq"
+            raise SelectionError(Problem(what, f"give up to {shape.positions}", str(seq)))
+        facts = shapes.facts_of(shape, self.axes, self.options, accounting, self.work)
+        if reason := cannot_fit(facts, registry.load(self.implementation).strategy):
+            shown = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+            raise SelectionError(Problem(reason, "choose another size of that axis", shown))
+        along, stages = axes.cutting("layers"), facts.parts("layers")
+        if stages > shape.layers:
+            what = f"the model has {shape.layers} layers, too few for {stages} stages"
+            raise SelectionError(Problem(what, "write fewer stages", f"{along}={stages}"))
 
     def build(self, rank: int, watch: Watch) -> Build:
         """The shape's module."""
