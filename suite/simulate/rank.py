@@ -103,9 +103,9 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
 
 @contextmanager
 def _control_on_values() -> Iterator[None]:
-    """Numbers by which ranks decide keep their values.
+    """Numbers by which ranks decide keep their values, and a rank waits for no other.
 
-    Each has a twin without a value, which the ledger of memory counts.
+    Each number has a twin without a value, which the ledger of memory counts.
     """
 
     def valued(integers: Sequence[int], **named: Any) -> Tensor:
@@ -114,11 +114,14 @@ def _control_on_values() -> Iterator[None]:
         tensor.twin = torch.empty(len(integers), **named)  # type: ignore[attr-defined]
         return tensor
 
-    comm.control = valued
+    def alone(ranks: Sequence[int], own: int, place: str, text: str) -> None:
+        """Nobody else will come to where ranks meet."""
+
+    comm.control, meet, comm.meet = valued, comm.meet, alone
     try:
         yield
     finally:
-        comm.control = torch.tensor
+        comm.control, comm.meet = torch.tensor, meet
 
 
 def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
