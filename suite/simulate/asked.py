@@ -1,4 +1,4 @@
-"""What is asked to be simulated, checked: a system on a mesh, and what it trains."""
+"""Check a request for a simulation: the system, its mesh, and the model that it trains."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class SimulatedGroup(GroupBase):
         return _Done(request)
 
     def _exchange(self, output: Tensor, given: Tensor) -> None:
-        """What each of the group sends here, if it is known what this rank sends itself."""
+        """Fill ``output`` with the integers of all members, if those of this rank are known."""
         values = given.constant if isinstance(given, FakeTensor) else None
         if values is not None and output.shape == given.shape and not len(given) % self._size:
             own = values.view(self._size, -1)[self._rank]

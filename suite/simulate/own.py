@@ -73,7 +73,7 @@ def _is_ours(file: Path) -> bool:
 
 @dataclass(frozen=True)
 class OwnModel:
-    """What ``make`` gives, called on fake tensors: one of :data:`_FORMS`.
+    """A model: ``make``, called on fake tensors, gives one of :data:`_FORMS`.
 
     ``inputs``: those of one micro-batch, where ``make`` gives none.
     """

@@ -115,7 +115,7 @@ def _control_on_values() -> Iterator[None]:
         return tensor
 
     def alone(ranks: Sequence[int], own: int, place: str, text: str) -> None:
-        """Nobody else will come to where ranks meet."""
+        """Return at once: no other rank runs."""
 
     comm.control, meet, comm.meet = valued, comm.meet, alone
     try:
