@@ -18,7 +18,7 @@ from shardproof.registry.declaration import BrokenContract, Declaration, missing
 from shardproof.simulate.own import OwnModel, OwnSource, refusal
 from shardproof.simulate.sources import ShapeSource
 
-#: Ranks of the largest mesh: a group of each axis is made for all of its ranks.
+#: Ranks of the largest mesh: the groups of every axis are made for all ranks.
 MOST_RANKS = 65_536
 
 

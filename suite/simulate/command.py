@@ -78,10 +78,10 @@ def simulate(
     ] = None,
     machine: Annotated[
         str,
-        typer.Option("--machine", metavar="NAME", help="a100, h100, h200, b200, or here: measured"),
+        typer.Option("--machine", metavar="NAME", help="a100, h100, h200, b200, here (measured)"),
     ] = "h100",
     node: Annotated[
-        int, typer.Option("--node", min=0, help="ranks in a node (0: GPUs of the machine's nodes)")
+        int, typer.Option("--node", min=0, help="ranks in a node (0: the machine's own number)")
     ] = 0,
     plot: Annotated[
         Path | None,
@@ -90,7 +90,7 @@ def simulate(
     against: Annotated[
         Path | None,
         typer.Option(
-            "--against", metavar="RUN", help="simulate the cases of this run, and compare each"
+            "--against", metavar="RUN", help="simulate the cases of this run, and compare"
         ),
     ] = None,
 ) -> None:
@@ -113,8 +113,8 @@ def simulate(
     What a rank holds and sends is compared with the formulas of its strategy, tolerance 0. Exit
     code 1: a promise is broken.
 
-    Seconds are those of a model of --machine: the roofline of each operator, and alpha-beta times
-    of calls, of which those hide that compute does not wait for. --plot draws bytes by class.
+    Seconds come from a model of --machine: a roofline for each operator, latency and bandwidth for
+    each call. A call is hidden while compute does not wait for it. --plot draws bytes by class.
 
     --against compares the bytes and calls of each rank of a stored run with those of the same rank
     simulated. Exit code 1: one differs; 3: no case can be compared.
@@ -143,7 +143,7 @@ def simulate(
 
     ranks = figures.looked_at(source.axes)
     if rank is not None:
-        # What a stage receives its neighbours tell; other ranks need nobody.
+        # A stage receives numbers from its neighbours; without stages a rank runs alone.
         stages = axes.parts(source.axes, "layers")
         ranks = sorted({*ranks, rank}) if stages > 1 else [rank]
     on = machines.machine(machine, node)
@@ -169,18 +169,19 @@ def simulate(
     console.print(figures.traffic_table(most))
     console.print(figures.time_table(times, on))
     if wrong is None:
-        print_line(console, f"no bytes are promised of {impl}: simulated, not judged")
+        what = f"no formulas apply to {source.name} with {impl}"
+        print_line(console, f"{what}: simulated, not judged")
     elif wrong:
         console.print(figures.broken_table(wrong))
         raise typer.Exit(BROKEN)
     else:
-        print_line(console, f"as promised: memory and traffic of {number(len(made), 'rank')}")
+        print_line(console, f"memory and traffic as promised: {number(len(made), 'rank')}")
 
 
 def _promises(
     source: ShapeSource | OwnSource, made: Sequence[SimulatedRank], accounting: str
 ) -> list[str] | None:
-    """The promises that ranks break; ``None``: there are none."""
+    """The promises that ranks break; ``None``: no formulas apply."""
     from shardproof.costs import NoCostModel
     from shardproof.simulate.promised import broken
     from shardproof.simulate.sources import ShapeSource
@@ -224,8 +225,8 @@ def _notes(source: ShapeSource | OwnSource, found: Sequence[Any], accounting: st
         least = min(found, key=lambda each: each.peak)
         most = max(found, key=lambda each: each.peak)
         other = f"rank {least.rank:,} needs least, {least.peak / 1e9:,.3f} GB"
-        told = other if least.peak < most.peak else "all need as much"
-        notes.append(f"of {len(found)} simulated ranks {told}; --rank N shows another")
+        told = other if least.peak < most.peak else "all need the same"
+        notes.append(f"{len(found)} ranks were simulated: {told}; --rank N shows another")
     return notes
 
 
@@ -300,7 +301,7 @@ def _simulated(source: ShapeSource | OwnSource, ranks: Sequence[int]) -> list[Si
 
     try:
         with warnings.catch_warnings():
-            # Of torch, at every rank: not about what the reader asked.
+            # Warnings of torch would repeat at every rank; the user cannot act on them.
             warnings.simplefilter("ignore", FutureWarning)
             return run(source, ranks, began)
     except Exception as error:

@@ -1,13 +1,13 @@
-"""A simulated rank against the closed formulas of its strategy, tolerance 0.
+"""Compare a simulated rank with the closed formulas of its strategy, tolerance 0.
 
-Compared in the last step: bytes of each judged class at each mark, what may remain of
-communication, activations and temporaries there, and peaks within their bounds; bytes and calls
-along each axis; integers by which ranks agree; and the process groups that the system makes beside
-those of its mesh.
+The last step is compared: bytes of each judged class at each mark; limits of communication,
+activations and temporaries there; peaks within their bounds; bytes and calls along each axis;
+integers by which ranks agree; and the process groups that the system makes in addition to those of
+its mesh.
 
-*Cannot see* values.  Bytes and calls of a rank are compared where formulas promise each rank its
-own, or every rank the same: along the axis of stages, and beside it, ranks differ, and only
-messages are told by their place.
+*Cannot see* values.  Traffic of a rank is compared if the formula has a figure for each rank, or
+the same one for all.  With stages ranks differ, so only flows with figures by rank, such as
+messages, are compared.  The same holds where ranks of another axis share a tensor unevenly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardproof.simulate.sources import ShapeSource
 
 #: Axis and operation -> fewest and most calls, and their bytes.
 Promised = Mapping[tuple[str, str], tuple[tuple[int, int], Fraction]]
-#: Process groups that a system may make for itself: in twos, or a copy of each axis's.
+#: Process groups that a system may make for each group of its mesh, such as a copy of it.
 _MOST_GROUPS_AN_AXIS = 2
 
 
@@ -42,7 +42,7 @@ def cost_model(source: ShapeSource, accounting: str) -> CostModel | None:
 def broken(
     source: ShapeSource, made: Sequence[SimulatedRank], accounting: str = "A32"
 ) -> list[str]:
-    """The promises that ranks ``made`` of ``source`` break, each in a sentence.
+    """A sentence for each promise that ranks ``made`` of ``source`` break.
 
     :raises NoCostModel: nothing is promised.
     """
@@ -56,7 +56,7 @@ def broken(
 
 
 def _held(model: CostModel, made: SimulatedRank) -> Iterator[str]:
-    """At each mark of the last step, where nothing is in flight."""
+    """Wrong bytes at the marks of the last step, where nothing is in flight."""
     step, rank, unjudged = len(made.calls) - 1, made.rank, model.unjudged()
     if model.why_not_measured():
         return
@@ -67,7 +67,7 @@ def _held(model: CostModel, made: SimulatedRank) -> Iterator[str]:
         for kind in JUDGED:
             size = wanted.get(kind, 0) + host.get(kind, 0)
             if kind not in unjudged and held[kind] != size:
-                yield f"{point}: {_named(kind)}: {held[kind]:,} bytes held, {size:,} promised"
+                yield f"{point}: {_named(kind)}: {size:,} bytes promised, {held[kind]:,} held"
         if (limit := model.communication_at_rest(rank, step)) is not None:
             yield from _above(f"{point}: communication", held["communication"], limit)
         if (limit := model.unclassified_limit(rank, step)) is not None:
@@ -79,7 +79,7 @@ def _held(model: CostModel, made: SimulatedRank) -> Iterator[str]:
 
 def _above(what: str, held: int, limit: int) -> Iterator[str]:
     if held > limit:
-        yield f"{what}: {held:,} bytes held, at most {limit:,} promised"
+        yield f"{what}: at most {limit:,} bytes promised, {held:,} held"
 
 
 def _named(kind: str) -> str:
@@ -93,12 +93,12 @@ def _peaks(model: CostModel, made: SimulatedRank) -> Iterator[str]:
             peak = made.log.peaks(kind).get((step, phase))
             held = peak.bytes if peak else 0
             if not bound.low <= held <= bound.high:
-                wanted = f"{bound.low:,} to {bound.high:,} promised"
-                yield f"peak in {phase}: {_named(kind)}: {held:,} bytes held, {wanted}"
+                wanted = f"{bound.low:,} to {bound.high:,} bytes promised"
+                yield f"peak in {phase}: {_named(kind)}: {wanted}, {held:,} held"
 
 
 def _sent(model: CostModel, made: SimulatedRank) -> Iterator[str]:
-    """Calls of floating-point tensors, and their logical bytes."""
+    """Wrong calls of floating-point tensors, and wrong logical bytes of them."""
     mesh = model.facts.axes
     sent: dict[tuple[str, str], tuple[int, Fraction]] = {}
     for call in made.calls[-1]:
@@ -112,10 +112,10 @@ def _sent(model: CostModel, made: SimulatedRank) -> Iterator[str]:
         (low, high), wanted = promised.get((axis, operation), ((0, 0), Fraction()))
         what = f"{operation.replace('_', '-')} along {axis}"
         if size != wanted:
-            yield f"{what}: {float(size):,.0f} bytes sent, {float(wanted):,.0f} promised"
+            yield f"{what}: {float(wanted):,.0f} bytes promised, {float(size):,.0f} sent"
         elif not low <= calls <= high:
             most = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-            yield f"{what}: {calls:,} calls made, {most} promised"
+            yield f"{what}: {most} calls promised, {calls:,} made"
 
 
 def _promised(model: CostModel, rank: int) -> tuple[Promised, set[tuple[str, str]]]:
@@ -140,7 +140,7 @@ def _share(model: CostModel, flow: Flow, rank: int) -> tuple[tuple[int, int], Fr
         calls, size = flow.by_rank[rank]
         return (calls, calls), size
     others = [size for axis, size in facts.axes.items() if axis not in flow.axis.split("+")]
-    # Ranks of another axis may have uneven shares, of which the formula is the sum.
+    # The formula is the sum over ranks, whose shares may be uneven along another axis.
     uneven = any(t.shape and t.shape[0] % size for t in facts.parameters for size in others)
     if facts.parts("layers") > 1 or uneven:
         return None
@@ -149,7 +149,7 @@ def _share(model: CostModel, flow: Flow, rank: int) -> tuple[tuple[int, int], Fr
 
 
 def _around(model: CostModel, made: SimulatedRank) -> Iterator[str]:
-    """Integers by which ranks agree, and groups."""
+    """Too many bytes of integers by which ranks agree, and too many process groups."""
     facts, names = model.facts, len(model.facts.parameters)
     spent = sum(c.payload_bytes for c in made.calls[-1] if not c.floating and c.phase != "observe")
     own = model.control_limit()
@@ -157,7 +157,7 @@ def _around(model: CostModel, made: SimulatedRank) -> Iterator[str]:
     values = sum(flow.bytes for flow in model.flows() if flow.integers)
     most += (model.metadata_bytes() + int(values)) // facts.world + 1
     if spent > most:
-        yield f"integers: {spent:,} bytes sent, at most {most:,} promised"
+        yield f"integers: at most {most:,} bytes promised, {spent:,} sent"
     limit = _MOST_GROUPS_AN_AXIS * sum(facts.world // size for size in facts.axes.values())
     if made.groups > limit:
-        yield f"process groups: {made.groups:,} made, at most {limit:,} expected"
+        yield f"process groups: at most {limit:,} expected, {made.groups:,} made"

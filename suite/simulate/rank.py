@@ -1,8 +1,9 @@
-"""One rank of a world that is not there: the real implementation on fake tensors, both ledgers."""
+"""Run the real code of one rank of a large world on fake tensors, with both ledgers."""
 
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,9 +38,9 @@ class SimulatedRank:
     """The memory log and the calls of one rank.  ``calls``: by step; ``groups``: process groups
     that its system made.
 
-    Of the last step: ``work``, its operators; ``actions``, the computations of a pipeline's stages;
-    ``tokens``, elements of the inputs.  ``place``: along the axis of stages; ``schedule``: of one
-    window of micro-batches, where there are stages and the implementation announces it.
+    The rest is of the last step: ``work``, its operators; ``actions``, the computations of a
+    pipeline's stages; ``tokens``, elements of the inputs; ``place``, along the axis of stages;
+    ``schedule``, of one window of micro-batches, if the implementation announces one.
     """
 
     rank: int
@@ -60,7 +61,7 @@ _MOST_ROUNDS = 4
 def simulate(
     source: Source, ranks: Sequence[int], began: Callable[[int], None] = lambda rank: None
 ) -> list[SimulatedRank]:
-    """Run ``source`` as each of ``ranks``, again where one decides by what another one says.
+    """Run ``source`` as each of ``ranks``, and again until their control numbers agree.
 
     ``began`` is called with each rank before it runs.
     """
@@ -72,7 +73,7 @@ def simulate(
             try:
                 found.append(simulate_rank(source, rank))
             except Exception as error:
-                # What it was told may have been a guess.
+                # A wrong guess of another rank's numbers may have caused the error.
                 if group.hearsay.is_settled and not group.hearsay.guessed:
                     raise
                 failed = failed or error
@@ -86,11 +87,11 @@ def simulate(
 def simulate_rank(source: Source, rank: int) -> SimulatedRank:
     """Run ``source`` as ``rank`` of its world."""
     group.hearsay.begin()
-    world = math.prod(source.axes.values())
+    world, hook = math.prod(source.axes.values()), sys.excepthook
     joined.join(Simulated(), Joining(rank, world, Path(), 60.0, ledgers=True))
     try:
         with _control_on_values(), upstream.without_values():
-            # A mesh reads the numbers of its ranks.
+            # The mesh reads the numbers of its ranks, so they are made with values.
             mesh = Mesh(source.axes, source.joint)
             log = program_order.current()
             assert log is not None
@@ -99,11 +100,12 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
                 return _trained(source, mesh, decided)
     finally:
         joined.leave()
+        sys.excepthook = hook  # torch puts the rank before every later traceback
 
 
 @contextmanager
 def _control_on_values() -> Iterator[None]:
-    """Numbers by which ranks decide keep their values, and a rank waits for no other.
+    """Keep the values of numbers by which ranks decide, and let a rank wait for no other.
 
     Each number has a twin without a value, which the ledger of memory counts.
     """
@@ -164,7 +166,7 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
             with log.step(step):
                 result = system.step(batch, observe)
             memory.noting = False
-            # Read after the step, as by every user: what it rests on lives until then.
+            # Users read the result after the step; its tensors live until then.
             with decided.reading():
                 answers.step(system, step, result)
                 answers.number(system, "step", result.loss)
@@ -186,12 +188,12 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
 
 
 def _groups() -> int:
-    """How many process groups this world has made, also of other ranks."""
+    """The number of process groups that this world has made, those of other ranks included."""
     return int(c10d._world.group_count)
 
 
 def _schedule(system: Implementation, source: Source, windows: Sequence[int]) -> Schedule | None:
-    """The schedule of the one window of a step, if stages carry it out."""
+    """The schedule of a step with one window, if there are stages."""
     stages = axes.parts(source.axes, "layers")
     if stages == 1 or len(windows) != 1:
         return None

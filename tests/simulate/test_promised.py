@@ -16,7 +16,7 @@ from shardproof.simulate.promised import broken
 from shardproof.simulate.rank import simulate
 from shardproof.simulate.sources import ShapeSource
 
-#: Of odd sizes: a vocabulary and shards that ranks cannot share evenly.
+#: A shape of odd sizes: ranks cannot share its vocabulary and its tensors evenly.
 ODD = Shape("odd", layers=4, hidden=64, heads=8, kv_heads=8, vocab=61, seq=16, positions=16,
             bias="all", tied=True, attention="math")  # fmt: skip
 

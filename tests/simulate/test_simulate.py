@@ -109,7 +109,7 @@ def test_what_is_in_memory_at_the_peak_adds_up_to_it() -> None:
 
 
 def test_another_attention_and_recomputation_change_activations_only() -> None:
-    """Of four layers; recomputation keeps their inputs, the flash form no scores."""
+    """Recomputation keeps the inputs of the four layers, and flash attention keeps no scores."""
     world = World("reference/fsdp", {"shard": 2})
     again = world._replace(options={"recompute_every": 1})
     flash = replace(SMALL, attention="flash")
@@ -222,7 +222,7 @@ class Steered(IMPLEMENTATION):
 
 
 def test_code_that_reads_a_value_is_named_with_operator_and_line(tmp_path: Path) -> None:
-    """It has one on a real rank, and none here."""
+    """The tensor has a value on a real rank, and none in a simulation."""
     (tmp_path / "steered.py").write_text(STEERED)
     words = (*QUICK[:-1], "replicate=8", "--impl", "steered.py:Steered")
     done = here(*words, cwd=tmp_path)
