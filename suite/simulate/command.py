@@ -110,7 +110,7 @@ def simulate(
     The ranks at the ends of each axis are simulated, and the fullest is shown; --json has all of
     them. `shardproof estimate` computes bytes from formulas instead (docs/simulate.md).
 
-    What a rank holds and sends is compared with the formulas of its strategy, tolerance 0. Exit
+    Each rank is compared with the formulas of its strategy, tolerance 0: bytes held and sent. Exit
     code 1: a promise is broken.
 
     Seconds come from a model of --machine: a roofline for each operator, latency and bandwidth for

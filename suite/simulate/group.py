@@ -37,7 +37,7 @@ _Kind = tuple[str, str | None, int]
 
 
 class Hearsay:
-    """What simulated ranks gave to calls of control numbers, and the answers that they got."""
+    """Control numbers that simulated ranks gave to calls, and the answers that they got."""
 
     def __init__(self) -> None:
         self._said: dict[Place, dict[int, Tensor]] = {}

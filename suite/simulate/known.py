@@ -36,7 +36,7 @@ _MAPPED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
 class Decided:
-    """What values would decide at the current step of ``log``.
+    """Decisions that values would make at the current step of ``log``.
 
     ``is_finite(step)``: whether gradients are finite.
     """

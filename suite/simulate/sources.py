@@ -180,11 +180,11 @@ class CaseSource:
         return Batch(step, windows)
 
     def is_finite(self, rank: int, step: int) -> bool:
-        """What the record of ``rank`` says."""
+        """As the record of ``rank`` says."""
         return step < 0 or not self.records[rank].steps[step].skipped
 
     def evaluates(self, rank: int, step: int) -> bool:
-        """What the record of ``rank`` says."""
+        """As the record of ``rank`` says."""
         return any(evaluation.step == step for evaluation in self.records[rank].evaluations)
 
 
