@@ -152,7 +152,7 @@ def simulate(
     if rank is not None:
         made = [one for one in made if one.rank == rank]
     found = [figures.figures(one, source.axes) for one in made]
-    wrong = _promises(source, made, accounting)
+    wrong, left_out = _promises(source, made, accounting)
     most = max(found, key=lambda each: each.peak)
     shown = " x ".join(f"{axis} {size:,}" for axis, size in source.axes.items())
     title = f"{source.name} on {shown}, {impl}: rank {most.rank:,}"
@@ -161,38 +161,38 @@ def simulate(
     console = make_console()
     if is_json():
         exact = *figures.exact_tables(found), figures.exact_time_table(times, on)
-        for table in (*exact, figures.broken_table(wrong or [])):
+        for table in (*exact, figures.broken_table(wrong), figures.left_out_table(left_out)):
             console.print(table)
         raise typer.Exit(BROKEN if wrong else HELD)
     console.print(figures.memory_table(title, most, _notes(source, found, accounting)))
     console.print(figures.held_table(most))
     console.print(figures.traffic_table(most))
     console.print(figures.time_table(times, on))
-    if wrong is None:
-        what = f"no formulas apply to {source.name} with {impl}"
-        print_line(console, f"{what}: simulated, not judged")
-    elif wrong:
+    if wrong:
         console.print(figures.broken_table(wrong))
-        raise typer.Exit(BROKEN)
-    else:
-        print_line(console, f"memory and traffic as promised: {number(len(made), 'rank')}")
+    judged = [part for part in ("memory", "traffic") if part not in left_out]
+    if judged and not wrong:
+        print_line(console, f"{' and '.join(judged)} as promised: {number(len(made), 'rank')}")
+    if left_out:
+        print_line(console, f"not judged, no formula for one rank: {', '.join(left_out)}")
+    raise typer.Exit(BROKEN if wrong else HELD)
 
 
 def _promises(
     source: ShapeSource | OwnSource, made: Sequence[SimulatedRank], accounting: str
-) -> list[str] | None:
-    """The promises that ranks break; ``None``: no formulas apply."""
+) -> tuple[list[str], list[str]]:
+    """The promises that ranks break, and what of memory and traffic is not judged."""
     from shardproof.costs import NoCostModel
-    from shardproof.simulate.promised import broken
+    from shardproof.simulate.promised import broken, not_judged
     from shardproof.simulate.sources import ShapeSource
 
-    if not isinstance(source, ShapeSource):
-        return None  # formulas need the roles of a model's layers
-
     try:
-        return broken(source, made, accounting)
+        # Formulas need the roles of a model's layers.
+        if isinstance(source, ShapeSource):
+            return broken(source, made, accounting), not_judged(source, made, accounting)
     except NoCostModel:
-        return None
+        pass
+    return [], ["memory", "traffic"]
 
 
 def _draw(file: Path, title: str, made: SimulatedRank) -> None:

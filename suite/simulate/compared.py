@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from shardproof.backends import BACKENDS
@@ -35,6 +36,7 @@ from shardproof.verdicts import BROKEN, GREEN, HELD, NOT_DECIDED, kind
 
 #: Errors of torch where a program needs the values of a fake tensor.
 _STEERED = (DataDependentOutputException, DynamicOutputShapeException)
+_SUITE = Path(__file__).parents[1]
 #: Most differences of a case that are printed.
 _SHOWN = 3
 
@@ -115,6 +117,8 @@ def compare(case: Case, records: Sequence[RankRecord]) -> Compared:
         for compared, what in _pairs(made, record, exact):
             count += compared
             wrong += [f"rank {record.rank}: {what}"] if what else []
+    if not count:
+        return Compared(case.id, 0, (), "it makes no calls, and its bytes were not measured")
     return Compared(case.id, count, wrong)
 
 
@@ -126,9 +130,9 @@ def _told(error: Exception) -> str:
 def _steering(error: Any) -> str:
     """The operator that reads values, and the innermost file of suite or user that calls it."""
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    asks = next(
-        file for file in reversed(frames) if not {"torch", "ledgers", "simulate"} & {*file.parts}
-    )
+    around = (Path(torch.__file__).parent, _SUITE / "ledgers", _SUITE / "simulate")
+    own = (f for f in reversed(frames) if not any(map(f.is_relative_to, around)))
+    asks = next(own, frames[-1])
     what = str(error.func).removeprefix("aten.").removesuffix(".default")
     return f"values of tensors steer it ({what} in {asks.name})"
 
@@ -150,9 +154,9 @@ def _pairs(made: SimulatedRank, record: RankRecord, exact: bool) -> Iterator[tup
         yield 1, f"step {step}, {what}: {pair[1]} real, {pair[0]} simulated"
 
 
-def _rows(rows: Sequence[MemoryRow]) -> dict[tuple[int, str, str, str], int]:
+def _rows(rows: Sequence[MemoryRow]) -> dict[tuple[int, str, str, str, str], int]:
     return {
-        (row.step, row.moment, row.where, row.kind): row.bytes
+        (row.step, row.moment, row.where, row.device, row.kind): row.bytes
         for row in rows
         if row.step >= 0 and (row.moment == "mark" or (row.moment, row.where) in _PEAKS)
     }
@@ -162,7 +166,8 @@ _PEAKS = [("peak", phase) for phase in PHASES]
 
 
 def _call(call: LoggedCall) -> tuple[object, ...]:
-    return call.operation, call.axis, call.dtype, call.payload_bytes, call.phase
+    size = call.payload_bytes, call.logical_bytes
+    return call.operation, call.axis, call.group, call.peer, call.dtype, *size, call.phase
 
 
 # ------------------------------------------------------------------------------------- whole runs

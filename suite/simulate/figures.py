@@ -239,6 +239,11 @@ def broken_table(wrong: Sequence[str]) -> Table:
     return Table("Broken promises", ("rank", "problem"), rows)
 
 
+def left_out_table(parts: Sequence[str]) -> Table:
+    """Parts of memory and traffic that no formula judges."""
+    return Table("Not judged", ("part",), [(part,) for part in parts])
+
+
 def exact_tables(found: Sequence[Figures]) -> Iterator[Table]:
     """Every figure of every simulated rank in bytes, for programs."""
     memory: list[tuple[str, ...]] = [

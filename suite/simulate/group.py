@@ -151,7 +151,8 @@ class SimulatedGroup(GroupBase):
             for given, received in zip(request.inputs, request.outputs, strict=False):
                 if not any(isinstance(t, FakeTensor) for t in (*given, *received)):
                     self._answer(request, given, received)
-                for tensor in received:
+            if request.operation != "recv":
+                for tensor in (t for item in request.outputs for t in item):
                     forget(tensor)
             if request.method == "all_to_all_single":
                 self._exchange(*request.args[:2])
@@ -170,11 +171,19 @@ class SimulatedGroup(GroupBase):
         if request.operation not in ("send", "recv") or request.peer is None:
             return
         own, peer = self.global_ranks[self._rank], self.global_ranks[request.peer]
-        for tensor in (t for item in items for t in item if not isinstance(t, FakeTensor)):
+        for tensor in (t for item in items for t in item):
+            values = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+            if values is None:
+                continue
             if request.operation == "send":
-                hearsay.send(own, peer, tensor)
+                hearsay.send(own, peer, values)
+                continue
+            heard = hearsay.receive(peer, own, values)
+            if values is tensor:
+                tensor.copy_(heard)
             else:
-                tensor.copy_(hearsay.receive(peer, own, tensor))
+                forget(tensor)
+                tell(tensor, heard.clone())
 
     def _answer(self, request: Request, given: list[Tensor], received: list[Tensor]) -> None:
         """Fill ``received`` by what ranks said, or else as if all ranks had ``given``."""

@@ -6,12 +6,14 @@ integers by which ranks agree; and the process groups that the system makes in a
 its mesh.
 
 *Cannot see* values.  Traffic of a rank is compared if the formula has a figure for each rank, or
-the same one for all.  With stages ranks differ, so only flows with figures by rank, such as
-messages, are compared.  The same holds where ranks of another axis share a tensor unevenly.
+the same one for all; messages, by the place that sends them.  :func:`not_judged` names the others:
+with stages ranks differ, and where ranks of another axis share a tensor unevenly.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
@@ -19,12 +21,15 @@ from shardproof import registry
 from shardproof.checks.traffic import CONTROL_BYTES, CONTROL_BYTES_A_NAME, axis_of
 from shardproof.costs import CostModel, Flow, NoCostModel, cost_model_of, shapes
 from shardproof.costs.model import JUDGED
-from shardproof.ledgers.memory.summary import PHASES
+from shardproof.ledgers.memory.log import FILE
+from shardproof.ledgers.memory.summary import PHASES, summary
 from shardproof.simulate.rank import SimulatedRank
 from shardproof.simulate.sources import ShapeSource
 
 #: Axis and operation -> fewest and most calls, and their bytes.
 Promised = Mapping[tuple[str, str], tuple[tuple[int, int], Fraction]]
+#: Operations in which each rank of a group does the same.
+_ALIKE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 #: Process groups that a system may make for each group of its mesh, such as a copy of it.
 _MOST_GROUPS_AN_AXIS = 2
 
@@ -46,35 +51,86 @@ def broken(
 
     :raises NoCostModel: nothing is promised.
     """
-    if (model := cost_model(source, accounting)) is None:
-        raise NoCostModel(f"nothing is promised of {source.implementation}")
+    model = _required(source, accounting)
     found = list[str]()
     for one in made:
-        wrong = (*_held(model, one), *_peaks(model, one), *_sent(model, one), *_around(model, one))
+        wrong = (*_held(model, one), *_sent(model, one), *_around(model, one))
         found += [f"rank {one.rank:,}: {text}" for text in wrong]
     return found
 
 
+def not_judged(
+    source: ShapeSource, made: Sequence[SimulatedRank], accounting: str = "A32"
+) -> list[str]:
+    """The parts of memory and traffic of ``made`` that :func:`broken` cannot compare.
+
+    :raises NoCostModel: nothing is promised.
+    """
+    model, found = _required(source, accounting), dict[str, None]()
+    if model.why_not_measured():
+        found["memory"] = None
+    try:
+        unknown = {key for one in made for key in _promised(model, one.rank)[1]}
+    except NoCostModel:
+        return [*found, "traffic"]
+    return [*found, *(_along(*key) for key in sorted(unknown))]
+
+
+def _required(source: ShapeSource, accounting: str) -> CostModel:
+    if (model := cost_model(source, accounting)) is None:
+        raise NoCostModel(f"nothing is promised of {source.implementation}")
+    return model
+
+
+def _along(axis: str, operation: str) -> str:
+    return f"{operation.replace('_', '-')} along {axis}"
+
+
+#: Memory space (``device`` or ``host``) -> class -> bytes.
+Spaces = Mapping[str, Mapping[str, int]]
+
+
+def _spaces(made: SimulatedRank, step: int) -> dict[tuple[str, str], Spaces]:
+    """Moment (``mark`` or ``peak``) and its place -> bytes of the last step."""
+    found = defaultdict[tuple[str, str], dict[str, Counter[str]]](lambda: defaultdict(Counter))
+    for row in summary(made.log):
+        if row.step == step:
+            space = "host" if row.device == FILE else "device"
+            found[row.moment, row.where][space][row.kind] += row.bytes
+    return {key: {space: dict(of) for space, of in each.items()} for key, each in found.items()}
+
+
 def _held(model: CostModel, made: SimulatedRank) -> Iterator[str]:
-    """Wrong bytes at the marks of the last step, where nothing is in flight."""
+    """Wrong bytes at the marks of the last step, where nothing is in flight, and wrong peaks."""
     step, rank, unjudged = len(made.calls) - 1, made.rank, model.unjudged()
     if model.why_not_measured():
         return
+    spaces = _spaces(made, step)
     for point in [name for name, of, _ in made.log.marks if of == step]:
         updated = step if point == "after_update" else step - 1
-        wanted = model.resident(rank, step, updated) | model.at_point(rank, point, updated)
-        host, held = model.host(rank, step, updated), made.log.bytes(point, step)
-        for kind in JUDGED:
-            size = wanted.get(kind, 0) + host.get(kind, 0)
-            if kind not in unjudged and held[kind] != size:
-                yield f"{point}: {_named(kind)}: {size:,} bytes promised, {held[kind]:,} held"
+        device = model.resident(rank, step, updated) | model.at_point(rank, point, updated)
+        promised = {"device": device, "host": model.host(rank, step, updated)}
+        at = spaces.get(("mark", point), {})
+        for space, wanted in promised.items():
+            held, where = at.get(space, {}), "" if space == "device" else " in host memory"
+            for kind in JUDGED:
+                size, own = wanted.get(kind, 0), held.get(kind, 0)
+                if kind not in unjudged and own != size:
+                    what = f"{size:,} bytes{where} promised, {own:,} held"
+                    yield f"{point}: {_named(kind)}: {what}"
+        near = at.get("device", {})
         if (limit := model.communication_at_rest(rank, step)) is not None:
-            yield from _above(f"{point}: communication", held["communication"], limit)
+            yield from _above(f"{point}: communication", near.get("communication", 0), limit)
         if (limit := model.unclassified_limit(rank, step)) is not None:
-            rest = held["activations"] + held["temporary"]
-            yield from _above(
-                f"{point}: activations and temporaries", rest, limit + model.facts.noted
-            )
+            rest, most = (near.get(k, 0) for k in ("activations", "temporary")), limit
+            most += model.facts.noted
+            yield from _above(f"{point}: activations and temporaries", sum(rest), most)
+    for phase in PHASES:
+        near = spaces.get(("peak", phase), {}).get("device", {})
+        for name, bound in model.peaks(rank, phase, step).items():
+            if not bound.low <= (most_held := near.get(name, 0)) <= bound.high:
+                limits = f"{bound.low:,} to {bound.high:,} bytes promised"
+                yield f"peak in {phase}: {_named(name)}: {limits}, {most_held:,} held"
 
 
 def _above(what: str, held: int, limit: int) -> Iterator[str]:
@@ -86,17 +142,6 @@ def _named(kind: str) -> str:
     return kind.replace("_", " ")
 
 
-def _peaks(model: CostModel, made: SimulatedRank) -> Iterator[str]:
-    step = len(made.calls) - 1
-    for phase in PHASES:
-        for kind, bound in model.peaks(made.rank, phase, step).items():
-            peak = made.log.peaks(kind).get((step, phase))
-            held = peak.bytes if peak else 0
-            if not bound.low <= held <= bound.high:
-                wanted = f"{bound.low:,} to {bound.high:,} bytes promised"
-                yield f"peak in {phase}: {_named(kind)}: {wanted}, {held:,} held"
-
-
 def _sent(model: CostModel, made: SimulatedRank) -> Iterator[str]:
     """Wrong calls of floating-point tensors, and wrong logical bytes of them."""
     mesh = model.facts.axes
@@ -106,11 +151,14 @@ def _sent(model: CostModel, made: SimulatedRank) -> Iterator[str]:
             key = axis_of(call.group, mesh), call.operation
             calls, size = sent.get(key, (0, Fraction()))
             sent[key] = calls + 1, size + call.logical_bytes
-    promised, unknown = _promised(model, made.rank)
+    try:
+        promised, unknown = _promised(model, made.rank)
+    except NoCostModel:
+        return  # not_judged says so
     for axis, operation in sorted({*sent, *promised} - unknown):
         calls, size = sent.get((axis, operation), (0, Fraction()))
         (low, high), wanted = promised.get((axis, operation), ((0, 0), Fraction()))
-        what = f"{operation.replace('_', '-')} along {axis}"
+        what = _along(axis, operation)
         if size != wanted:
             yield f"{what}: {float(wanted):,.0f} bytes promised, {float(size):,.0f} sent"
         elif not low <= calls <= high:
@@ -142,10 +190,25 @@ def _share(model: CostModel, flow: Flow, rank: int) -> tuple[tuple[int, int], Fr
     others = [size for axis, size in facts.axes.items() if axis not in flow.axis.split("+")]
     # The formula is the sum over ranks, whose shares may be uneven along another axis.
     uneven = any(t.shape and t.shape[0] % size for t in facts.parameters for size in others)
-    if facts.parts("layers") > 1 or uneven:
+    if flow.operation in ("send", "recv") and not uneven:
+        return (0, sys.maxsize), _messages(model, flow, rank)
+    # Of a call with a root that rank alone sends, or gets, all of it.
+    if facts.parts("layers") > 1 or uneven or flow.operation not in _ALIKE:
         return None
     least, most = flow.range
     return (least // facts.world, most // facts.world), flow.bytes / facts.world
+
+
+def _messages(model: CostModel, flow: Flow, rank: int) -> Fraction:
+    """Bytes that ``rank`` sends from its place on the axis."""
+    size, inner = model.facts.size(flow.axis), 1
+    for axis, of in reversed([*model.facts.axes.items()]):
+        if axis == flow.axis:
+            break
+        inner *= of
+    place, lines = rank // inner % size, model.facts.world // size
+    sent = (n for (source, _), n in flow.between.items() if source == place)
+    return sum(sent, Fraction()) / lines
 
 
 def _around(model: CostModel, made: SimulatedRank) -> Iterator[str]:
@@ -154,7 +217,10 @@ def _around(model: CostModel, made: SimulatedRank) -> Iterator[str]:
     spent = sum(c.payload_bytes for c in made.calls[-1] if not c.floating and c.phase != "observe")
     own = model.control_limit()
     most = CONTROL_BYTES + CONTROL_BYTES_A_NAME * names if own is None else own // facts.world
-    values = sum(flow.bytes for flow in model.flows() if flow.integers)
+    try:
+        values = sum(flow.bytes for flow in model.flows() if flow.integers)
+    except NoCostModel:
+        return
     most += (model.metadata_bytes() + int(values)) // facts.world + 1
     if spent > most:
         yield f"integers: at most {most:,} bytes promised, {spent:,} sent"

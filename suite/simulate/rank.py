@@ -6,7 +6,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import installed
 from shardproof.ledgers.memory.log import MemoryLog
 from shardproof.registry import answers
+from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
 from shardproof.simulate import group, upstream, work
 from shardproof.simulate.group import Simulated
@@ -88,8 +89,8 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
     """Run ``source`` as ``rank`` of its world."""
     group.hearsay.begin()
     world, hook = math.prod(source.axes.values()), sys.excepthook
-    joined.join(Simulated(), Joining(rank, world, Path(), 60.0, ledgers=True))
     try:
+        joined.join(Simulated(), Joining(rank, world, Path(), 60.0, ledgers=True))
         with _control_on_values(), upstream.without_values():
             # The mesh reads the numbers of its ranks, so they are made with values.
             mesh = Mesh(source.axes, source.joint)
@@ -130,6 +131,7 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
     log, ledger = decided.log, traffic.current()
     assert ledger is not None
     memory, built = WorkLedger(log), list[weakref.ref[nn.Module]]()
+    observed = list[Point]()
 
     def watch(module: nn.Module, units: Sequence[str]) -> None:
         program_order.watch(module, units)
@@ -138,6 +140,7 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
         built.append(weakref.ref(module))
 
     def observe(point: Point) -> None:
+        observed.append(point)
         with log.observe(point):
             pieces: dict[str, Sequence[Piece]] = {
                 kind: answers.pieces(system, kind, mesh.rank) for kind in (*KINDS, "extra")
@@ -147,8 +150,9 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
             memory.mark(point)
 
     calls, tokens, schedule, began = [], 0, None, _groups()
-    with memory, work.noted_by(memory):
-        system = registry.load(source.implementation)()
+    kind = registry.load(source.implementation)
+    points = [*Declaration.of(kind, source.options).points]
+    with memory, work.noted_by(memory), _aborted_on_error(system := kind()):
         system.trace = log.action
         everywhere = system.capabilities(source.options).initial_state == "everywhere"
         with memory.paused():
@@ -166,6 +170,9 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
             with log.step(step):
                 result = system.step(batch, observe)
             memory.noting = False
+            if observed != points:
+                raise BrokenContract(f"step {step}: observed {observed}, but it declares {points}")
+            observed.clear()
             # Users read the result after the step; its tensors live until then.
             with decided.reading():
                 answers.step(system, step, result)
@@ -185,6 +192,17 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
     return SimulatedRank(
         mesh.rank, memory.log, calls, done, actions, tokens, place, schedule, groups
     )
+
+
+@contextmanager
+def _aborted_on_error(system: Implementation) -> Iterator[None]:
+    """End ``system`` on an error inside, which is the one to tell."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            system.abort()
+        raise
 
 
 def _groups() -> int:

@@ -336,11 +336,11 @@ class _Played:
         if is_message:
             peer = first.group[0] if first.peer is None else first.peer
             took = message_seconds(size, self.made.rank, peer, self.machine)
-            if first.operation == "send" and self.made.actions:
+            if first.operation == "send" and self._is_scheduled(first):
                 self.message = max(self.message, took)
         else:
             took = call_seconds(first.operation, size, first.group, self.machine)
-        if first.operation == "recv" and self.made.actions:
+        if first.operation == "recv" and self._is_scheduled(first):
             # The schedule says when the message arrives, and its sender counts its seconds.
             self.ends[first.issued] = self.clock
             return
@@ -350,6 +350,13 @@ class _Played:
         self.free[stream] = self.ends[first.issued] = begin + took
         self.busy[stream] = self.busy.get(stream, 0.0) + took
         self.communication += took
+
+    def _is_scheduled(self, call: LoggedCall) -> bool:
+        """Whether it is a message between computations of stages: not one of a ring in a stage, nor
+        the gradient of a tied weight behind the last computation.
+        """
+        last = max((done.end for done in self.made.actions), default=-1)
+        return call.issued < last and call.axis in ("world", axes.cutting("layers"))
 
     def _wait(self, number: int) -> None:
         later = max(0.0, self.ends.pop(number, 0.0) - self.clock)
