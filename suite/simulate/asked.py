@@ -99,7 +99,7 @@ def mesh_of(
     """
     own = [axis for axis in axes.names() if axis in system.capabilities(options).axes]
     if not given:
-        what, example = "--mesh is missing", own[0] if own else "shard"
+        what, example = "--mesh is missing", (own or axes.names())[0]
         raise SelectionError(Problem(what, f"write the size of each axis: --mesh {example}=8"))
     for name, size in given.items():
         if name not in own:

@@ -30,7 +30,7 @@ from shardproof.schedules import Schedule
 from shardproof.simulate import group, upstream, work
 from shardproof.simulate.group import Simulated
 from shardproof.simulate.known import Decided, known_integers
-from shardproof.simulate.sources import Source
+from shardproof.simulate.sources import Source, Watch
 from shardproof.simulate.work import Work, WorkLedger
 
 
@@ -154,12 +154,7 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
     points = [*Declaration.of(kind, source.options).points]
     with memory, work.noted_by(memory), _aborted_on_error(system := kind()):
         system.trace = log.action
-        everywhere = system.capabilities(source.options).initial_state == "everywhere"
-        with memory.paused():
-            state = source.state() if everywhere or mesh.rank == mesh.ranks[0] else None
-        build = source.build(mesh.rank, watch)
-        system.setup(build, state, source.optimizer, mesh, source.options)
-        del state
+        _set_up(system, source, mesh, watch, memory)
         for step in range(source.steps):
             with memory.unseen():
                 batch = source.batch(mesh.rank, step)
@@ -192,6 +187,17 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
     return SimulatedRank(
         mesh.rank, memory.log, calls, done, actions, tokens, place, schedule, groups
     )
+
+
+def _set_up(
+    system: Implementation, source: Source, mesh: Mesh, watch: Watch, memory: WorkLedger
+) -> None:
+    """Give ``system`` its model, mesh and options, and the initial state where it wants that."""
+    everywhere = system.capabilities(source.options).initial_state == "everywhere"
+    with memory.paused():
+        state = source.state() if everywhere or mesh.rank == mesh.ranks[0] else None
+    build = source.build(mesh.rank, watch)
+    system.setup(build, state, source.optimizer, mesh, source.options)
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def test_values_that_steer_are_a_skip_with_a_reason(
     ("fault", "says"),
     [
         ("zero1_all_reduces", "step 0, call "),
-        ("zero1_gathers_beside", "peak update communication: "),
+        ("zero1_gathers_beside", "peak update cpu communication: "),
     ],
 )
 def test_a_call_or_a_buffer_that_only_one_side_has_is_reported(

@@ -67,7 +67,11 @@ def test_this_machine_is_measured() -> None:
     done = here("bench", "collectives", "--world", "2", "--rounds", "1", "--algorithm", "ring",
                 "--bytes", "4KiB", "--bytes", "1MiB", "--no-progress", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    link = machines.link_of(json.loads(done.stdout))
+    try:
+        link = machines.link_of(json.loads(done.stdout))
+    except MachineError as error:
+        assert "name another machine" in str(error)
+        pytest.skip("the load of this machine hid every collective")
     assert 1e-7 < link.latency < 1.0 and 1e5 < link.bandwidth < 1e12
     rates = machines._rates(1)
     assert 1e9 < rates["float32"] < 1e13 and 1e8 < rates["bandwidth"] < 1e13
