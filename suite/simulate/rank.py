@@ -88,7 +88,9 @@ def simulate(
 def simulate_rank(source: Source, rank: int) -> SimulatedRank:
     """Run ``source`` as ``rank`` of its world."""
     group.hearsay.begin()
-    world, hook = math.prod(source.axes.values()), sys.excepthook
+    world, hook, threads = math.prod(source.axes.values()), sys.excepthook, torch.get_num_threads()
+    # Known integers are computed for real.  Threads would outlive that, and break a later fork.
+    torch.set_num_threads(1)
     try:
         joined.join(Simulated(), Joining(rank, world, Path(), 60.0, ledgers=True))
         with _control_on_values(), upstream.without_values():
@@ -101,6 +103,7 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
                 return _trained(source, mesh, decided)
     finally:
         joined.leave()
+        torch.set_num_threads(threads)
         sys.excepthook = hook  # torch puts the rank before every later traceback
 
 
