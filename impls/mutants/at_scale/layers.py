@@ -1,0 +1,101 @@
+"""Faults of layers that ranks divide, and of the mesh of a hybrid."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardproof.comm import Comm, Mesh
+from shardproof.impls.mutants.at_scale import declare
+from shardproof.impls.reference import ddp
+from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.hybrid import ReferenceHybrid
+from shardproof.impls.reference.tensor import ReferenceTensor, TensorParallel
+from shardproof.impls.reference.tensor.layers import Classes, Row, SplitLayer, Vocabulary
+from shardproof.impls.reference.tensor.operators import all_gather
+
+tensor_at_scale = declare.family(ReferenceTensor, mesh={"tensor": 16})
+hybrid_at_scale = declare.family(ReferenceHybrid)
+
+
+@tensor_at_scale(
+    "tensor_keeps_head_whole", says="after_update: parameters: .* bytes held"
+)
+class KeepsHeadWhole(TensorParallel):
+    """Over more than 8 ranks, the head is not split."""
+
+    def make_layers(self) -> list[SplitLayer]:
+        layers = super().make_layers()
+        return [one for one in layers if self.comm.size <= 8 or not isinstance(one, Classes)]
+
+
+@tensor_at_scale(
+    "tensor_keeps_embedding_whole", says="after_update: parameters: .* bytes held"
+)
+class KeepsEmbeddingWhole(TensorParallel):
+    """Over more than 8 ranks, the token embedding is not split."""
+
+    def make_layers(self) -> list[SplitLayer]:
+        layers = super().make_layers()
+        return [one for one in layers if self.comm.size <= 8 or not isinstance(one, Vocabulary)]
+
+
+class _GatheredSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, terms: Tensor, comm: Comm) -> Tensor:
+        return all_gather(terms[None], comm, dim=0).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+@tensor_at_scale(
+    "tensor_gathers_terms_of_rows", says="all-gather along tensor: .* bytes sent, 0 promised"
+)
+class GathersTermsOfRows(TensorParallel):
+    """Over more than 8 ranks, the terms of row-parallel layers are gathered, and added in order."""
+
+    def make_layers(self) -> list[SplitLayer]:
+        layers = super().make_layers()
+        for layer in layers:
+            if isinstance(layer, Row) and self.comm.size > 8:
+                layer.leave = _GatheredSum.apply
+        return layers
+
+
+@hybrid_at_scale(
+    "hybrid_replicates_over_many_shards",
+    says="after_update: parameters: .* bytes held",
+    mesh={"shard": 64, "tensor": 8},
+    options={"data": "fsdp"},
+)
+class ReplicatesOverManyShards(ReferenceHybrid):
+    """Over more than 32 shard ranks, parameters are replicated."""
+
+    def wrap_rest(self, module: nn.Module) -> Handle:
+        if self.mesh.size("shard") <= 32:
+            return super().wrap_rest(module)
+        comms = {"replicate": self.mesh.comm("shard")}
+        return ddp.apply(module, comms, ddp.Options(), self.context(self.options))
+
+
+@hybrid_at_scale(
+    "hybrid_makes_a_group_a_pair_of_stages",
+    says="process groups: .* made",
+    mesh={"pipe": 32, "tensor": 2},
+    shape={"layers": 32, "hidden": 64, "heads": 4, "vocab": 128},
+    micro_batches=4,
+)
+class MakesAGroupAPairOfStages(ReferenceHybrid):
+    """With more than 8 stages, each pair of pipeline ranks gets a process group for messages."""
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Any) -> Handle:
+        lines = mesh.grid.reshape(mesh.size("pipe"), -1).T if mesh.size("pipe") > 8 else ()
+        pairs = [pair for line in lines for pair in combinations(line.tolist(), 2)]
+        self.pairs = [dist.new_group(list(pair)) for pair in pairs]
+        return super().transform(module, mesh, options)
