@@ -98,6 +98,7 @@ def of_ends(shape: Shape, batch: BatchSize, how: Setting) -> tuple[float, float]
     """Bytes of the embedding (the mask of its dropout), and of last norm, head and loss."""
     tokens = how.tokens(shape, batch)
     parts = how.tensor if how.sequence_parallel else 1
-    logits = max(4, how.item) * tokens * shape.vocab / how.tensor  # the loss works in fp32
+    rows = batch.samples if shape.image else tokens
+    logits = max(4, how.item) * rows * shape.vocab / how.tensor  # the loss works in fp32
     hidden = 2 * how.item * tokens * shape.hidden
     return tokens * shape.hidden * shape.dropout / parts, hidden / parts + logits

@@ -164,7 +164,8 @@ def of_shape(
         options["recompute_every"] = recompute
     facts = facts_of(shape, mesh, options, accounting, batch)
     kept, tokens = None, batch.samples * (batch.positions or shape.seq)
-    if shape.layers:
+    without_formula = shape.mixture is not None or shape.latent is not None
+    if shape.layers and not without_formula:
         sequence = bool(options.get("sequence_parallel", False))
         ranks, cut = facts.parts("widths"), facts.parts("positions")
         how = activations.Setting(itemsize(facts), ranks, sequence, recompute, cut)
@@ -172,7 +173,9 @@ def of_shape(
         one = activations.of_layer(shape, batch, how), given
         units = [activations.Unit(*one)] * shape.layers
         kept = kept_of(facts, units, activations.of_ends(shape, batch, how), recompute)
-    elif facts.parts("widths") * facts.parts("layers") > 1 or recompute != activations.NONE:
+    elif not shape.layers and (
+        facts.parts("widths") * facts.parts("layers") > 1 or recompute != activations.NONE
+    ):
         what = f"{shape.name} is only a parameter count: it has no layers to split or recompute"
         raise SelectionError(Problem(what, "name a model from --models, e.g. 7b", shape.name))
     found = estimated(facts, shape.name, strategy, accounting, kept, implementation)
@@ -180,6 +183,8 @@ def of_shape(
     if not shape.layers:
         about = "no layers, so communication and activations are not counted; a model has them"
         found = replace(found, communication=None)
+    if without_formula:
+        about += "; no formula for its activations: shardproof simulate counts them"
     return replace(found, notes=(f"{shape.name}: {found.elements:,} parameters, {about}",))
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,25 +14,29 @@ import typer
 
 from shardproof import axes
 from shardproof.commands import assigned
-from shardproof.commands.console import echo, is_json, make_console
+from shardproof.commands.console import echo, is_json, make_console, print_line
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.table import number
+from shardproof.verdicts import BROKEN, HELD
 
 if TYPE_CHECKING:
-    from shardproof.contract import Implementation, Options
-    from shardproof.costs.shapes import BatchSize, Shape
+    from shardproof.costs.shapes import Shape
+    from shardproof.simulate.own import OwnSource
     from shardproof.simulate.rank import SimulatedRank
     from shardproof.simulate.sources import ShapeSource
 
 _SEE_MODELS = "name a model of `shardproof estimate --models`"
 #: Forms of attention: the scores are computed again in backward, or kept.
 _FORMS = ("flash", "math")
-#: Ranks of the largest mesh: a group of each axis is made for all of its ranks.
-_MOST_RANKS = 65_536
 
 
 def simulate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="a name of `shardproof estimate --models`")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="a name of `shardproof estimate --models`, or package.module:build",
+        ),
     ] = "",
     impl: Annotated[
         str, typer.Option("--impl", metavar="NAME", help="implementation (default: reference/fsdp)")
@@ -73,6 +76,17 @@ def simulate(
     rank: Annotated[
         int | None, typer.Option("--rank", min=0, help="show this rank, not the fullest one")
     ] = None,
+    machine: Annotated[
+        str,
+        typer.Option("--machine", metavar="NAME", help="a100, h100, h200, b200, or here: measured"),
+    ] = "h100",
+    node: Annotated[
+        int, typer.Option("--node", min=0, help="ranks in a node (0: GPUs of the machine's nodes)")
+    ] = 0,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg", help="draw memory over the step into this file"),
+    ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
@@ -87,12 +101,20 @@ def simulate(
     shardproof simulate llama-7b --impl pytorch/fsdp2 --mesh shard=64 --accounting A16
     shardproof simulate gpt2 --impl reference/pipeline --mesh pipe=4 --micro-batches 8 --rank 3
     shardproof simulate gpt3-175b --impl reference/hybrid --mesh shard=8,tensor=8 --layers 12
+    shardproof simulate llama-7b --mesh shard=64 --machine a100 --node 8 --plot memory.svg
+    shardproof simulate mypackage.model:build --impl pytorch/fsdp2 --mesh shard=64
     shardproof simulate --against results/RUN
 
     The ledgers of memory and traffic count what the rank allocates and sends, to the byte; a GB is
     10^9 bytes. Two steps are run, and the second is shown: the first creates the optimizer state.
     The ranks at the ends of each axis are simulated, and the fullest is shown; --json has all of
     them. `shardproof estimate` computes bytes from formulas instead (docs/simulate.md).
+
+    What a rank holds and sends is compared with the formulas of its strategy, tolerance 0. Exit
+    code 1: a promise is broken.
+
+    Seconds are those of a model of --machine: the roofline of each operator, and alpha-beta times
+    of calls, of which those hide that compute does not wait for. --plot draws bytes by class.
 
     --against compares the bytes and calls of each rank of a stored run with those of the same rank
     simulated. Exit code 1: one differs; 3: no case can be compared.
@@ -109,51 +131,95 @@ def simulate(
 
     impl = impl or shapes.USUAL
     source = _source(model, impl, mesh, accounting, layers, attention, recompute, option or ())
-    source = replace(source, work=_work(source.shape, batch, seq, micro_batches))
+    source = replace(source, work=shapes.BatchSize(batch, seq, micro_batches))
     world = math.prod(source.axes.values())
     if rank is not None and rank >= world:
         what = f"--rank is outside of the mesh, which has {world:,} ranks"
         raise SelectionError(Problem(what, f"give 0 to {world - 1:,}", str(rank)))
-    _require_shared(source, accounting)
+    source.require_shared(accounting)
 
-    from shardproof.simulate import figures
+    from shardproof.simulate import figures, machines
+    from shardproof.simulate.seconds import KERNELS, StepTime, step_seconds
 
     ranks = figures.looked_at(source.axes)
     if rank is not None:
         # What a stage receives its neighbours tell; other ranks need nobody.
         stages = axes.parts(source.axes, "layers")
         ranks = sorted({*ranks, rank}) if stages > 1 else [rank]
+    on = machines.machine(machine, node)
     made = _simulated(source, ranks)
+    times: dict[str, StepTime] = {k: step_seconds(made, on, source.axes, k) for k in KERNELS}
     if rank is not None:
         made = [one for one in made if one.rank == rank]
     found = [figures.figures(one, source.axes) for one in made]
-    console = make_console()
-    if is_json():
-        for table in figures.exact_tables(found):
-            console.print(table)
-        return
+    wrong = _promises(source, made, accounting)
     most = max(found, key=lambda each: each.peak)
     shown = " x ".join(f"{axis} {size:,}" for axis, size in source.axes.items())
-    title = f"{source.shape.name} on {shown}, {impl}: rank {most.rank:,}"
+    title = f"{source.name} on {shown}, {impl}: rank {most.rank:,}"
+    if plot is not None:
+        _draw(plot, title, next(one for one in made if one.rank == most.rank))
+    console = make_console()
+    if is_json():
+        exact = *figures.exact_tables(found), figures.exact_time_table(times, on)
+        for table in (*exact, figures.broken_table(wrong or [])):
+            console.print(table)
+        raise typer.Exit(BROKEN if wrong else HELD)
     console.print(figures.memory_table(title, most, _notes(source, found, accounting)))
     console.print(figures.held_table(most))
     console.print(figures.traffic_table(most))
+    console.print(figures.time_table(times, on))
+    if wrong is None:
+        print_line(console, f"no bytes are promised of {impl}: simulated, not judged")
+    elif wrong:
+        console.print(figures.broken_table(wrong))
+        raise typer.Exit(BROKEN)
+    else:
+        print_line(console, f"as promised: memory and traffic of {number(len(made), 'rank')}")
 
 
-def _notes(source: ShapeSource, found: Sequence[Any], accounting: str) -> list[str]:
+def _promises(
+    source: ShapeSource | OwnSource, made: Sequence[SimulatedRank], accounting: str
+) -> list[str] | None:
+    """The promises that ranks break; ``None``: there are none."""
+    from shardproof.costs import NoCostModel
+    from shardproof.simulate.promised import broken
+    from shardproof.simulate.sources import ShapeSource
+
+    if not isinstance(source, ShapeSource):
+        return None  # formulas need the roles of a model's layers
+
+    try:
+        return broken(source, made, accounting)
+    except NoCostModel:
+        return None
+
+
+def _draw(file: Path, title: str, made: SimulatedRank) -> None:
+    """Draw the memory of ``made`` over its last step into ``file``.
+
+    :raises SelectionError: the file cannot be written.
+    """
+    from shardproof.files import write_whole
+    from shardproof.simulate.picture import picture
+
+    try:
+        write_whole(file, picture(title, made.log, len(made.calls) - 1))
+    except OSError as error:
+        what = f"--plot cannot be written: {error.strerror}"
+        raise SelectionError(
+            Problem(what, "name a file in a folder that exists", str(file))
+        ) from error
+
+
+def _notes(source: ShapeSource | OwnSource, found: Sequence[Any], accounting: str) -> list[str]:
     """The notes below the first table: the model, the precision, the simulated ranks."""
     from shardproof.costs import shapes
 
-    shape = source.shape
-    count = sum(t.numel for t in shapes.tensors(shape, ""))
-    tokens = source.work.samples * (source.work.positions or shape.seq)
     notes = [
-        f"{count:,} parameters in {shape.layers} layers, {tokens:,} positions a micro-batch",
+        *source.about(),
         f"{accounting}: {shapes.accountings()[accounting]['says']}",
         "each class at its own highest moment; at one moment: what the rank needs",
     ]
-    if shape.dropout:
-        notes.append("dropout is left out: its masks are not counted")
     if len(found) > 1:
         least = min(found, key=lambda each: each.peak)
         most = max(found, key=lambda each: each.peak)
@@ -175,153 +241,50 @@ def _source(
     attention: str,
     recompute: int,
     option: Sequence[str],
-) -> ShapeSource:
+) -> ShapeSource | OwnSource:
     """The training that the words of the command line name.
 
     :raises SelectionError: one of them is unknown, or the implementation does not take it.
     """
     if not model:
         raise SelectionError(Problem("MODEL is missing", _SEE_MODELS))
-    given = assigned.mesh(mesh)
-    options = assigned.assigned(option, "--option", "schedule=1f1b")
-
-    from shardproof.contract import OptimizerSpec
     from shardproof.costs import shapes
-    from shardproof.simulate.sources import ShapeSource
+    from shardproof.simulate import asked, own
 
-    about = shapes.known(accounting, shapes.accountings(), "accounting")
-    if not about.get("trains", True):
-        remedy = "choose A32, A16, M18, B8 or S4"
-        raise SelectionError(Problem("this accounting trains nothing", remedy, accounting))
-    shape = _shape(shapes.model(model), layers, attention)
+    given, options = assigned.mesh(mesh), assigned.assigned(option, "--option", "schedule=1f1b")
     if recompute:
         options["recompute_every"] = recompute
-    if policy := {name: about[name] for name in ("parameters", "reduce") if name in about}:
-        options["precision"] = policy
-    system = _system(impl, options)
-    import torch
-
-    return ShapeSource(
-        shape=shape,
-        implementation=impl,
-        axes=_mesh(impl, system, options, given),
-        # Momentum 0, as the accountings count it: SGD then keeps no state.
-        optimizer=OptimizerSpec(about.get("optimizer", "adamw"), momentum=0.0),
-        options=options,
-        dtype=getattr(torch, about["built"]),
-    )
+    if ":" not in model:
+        shape = _shape(shapes.model(model), layers, attention)
+        return asked.source(shape, impl, given, accounting, options)
+    if layers or attention:
+        what = "--layers and --attention belong to the models of `shardproof estimate --models`"
+        raise SelectionError(Problem(what, "leave both out", model))
+    return asked.source(own.model_at(model), impl, given, accounting, options)
 
 
 def _shape(shape: Shape, layers: int, attention: str) -> Shape:
-    """``shape`` with so many layers and that form of attention, where they are given.
+    """``shape`` with so many layers and that form of attention, where they are given."""
+    from shardproof.simulate import asked
 
-    A round model is taken without the elements that fill it up to its name: no layer uses them.
-    """
-    if not shape.layers:
-        what = "a number of parameters has no layers that could run"
-        raise SelectionError(Problem(what, _SEE_MODELS, shape.name))
+    shape = asked.round_off(shape)
     if attention and attention not in _FORMS:
         what = "unknown form of attention"
         raise SelectionError(Problem(what, nearest(attention, _FORMS, "forms"), attention))
-    if layers or shape.rounded:
-        name = f"{shape.name} with {layers} layers" if layers else shape.name
-        shape = replace(shape, name=name, parameters=0, rounded=False)
+    if layers:
+        shape = replace(shape, name=f"{shape.name} with {layers} layers", parameters=0)
     return replace(shape, layers=layers or shape.layers, attention=attention or shape.attention)
-
-
-def _work(shape: Shape, batch: int, seq: int, micro_batches: int) -> BatchSize:
-    """The work of a step.
-
-    :raises SelectionError: the model has fewer positions.
-    """
-    from shardproof.costs.shapes import BatchSize
-
-    if shape.positions and seq > shape.positions:
-        what = f"{shape.name} has {shape.positions:,} learned positions, fewer than --seq"
-        raise SelectionError(Problem(what, f"give up to {shape.positions}", str(seq)))
-    return BatchSize(batch, seq, micro_batches)
-
-
-def _system(impl: str, options: Options) -> type[Implementation]:
-    """The class of ``impl``.
-
-    :raises SelectionError: it cannot be loaded here, takes other options, or trains no model.
-    """
-    from shardproof import registry
-    from shardproof.contract import Refused
-    from shardproof.registry.declaration import BrokenContract, Declaration, missing_package
-
-    try:
-        system = registry.load(impl)
-        declared = Declaration.of(system, options)
-    except registry.BrokenImplementation as error:
-        raise SelectionError(Problem(str(error), "see `shardproof list impls`")) from error
-    except (Refused, BrokenContract) as error:
-        what = f"{impl} does not take these options"
-        raise SelectionError(Problem(what, str(error), str(dict(options)))) from error
-    if declared.not_trained:
-        what, _, remedy = declared.not_trained.partition(": ")
-        raise SelectionError(Problem(f"{impl} {what}", remedy))
-    if "values" in declared.needs:
-        what = f"{impl} needs the values of tensors, and simulated tensors have none"
-        raise SelectionError(Problem(what, "simulate another implementation", impl))
-    if missing := declared.lacks or missing_package(declared.packages):
-        raise SelectionError(Problem(f"{impl} cannot be simulated here", missing, impl))
-    return system
-
-
-def _mesh(
-    impl: str, system: type[Implementation], options: Options, given: Mapping[str, Any]
-) -> dict[str, int]:
-    """The mesh, the outermost axis first.
-
-    :raises SelectionError: the implementation lacks an axis, or a size is no number of ranks.
-    """
-    own = [axis for axis in axes.names() if axis in system.capabilities(options).axes]
-    if not given:
-        what, example = "--mesh is missing", own[0] if own else "shard"
-        raise SelectionError(Problem(what, f"write the size of each axis: --mesh {example}=8"))
-    for name, size in given.items():
-        if name not in own:
-            remedy = f"its axes: {', '.join(own)}"
-            raise SelectionError(Problem(f"{impl} has no axis {name}", remedy, f"{name}={size}"))
-        if type(size) is not int or size < 1:
-            what = f"axis {name} needs a number of ranks"
-            raise SelectionError(Problem(what, f"write {name}=2", str(size)))
-    world, most = math.prod(given.values()), system.capabilities(options).max_world
-    if world > (limit := _MOST_RANKS if most is None else most):
-        what = f"the mesh has {world:,} ranks, more than {impl} can have here"
-        raise SelectionError(Problem(what, f"give up to {limit:,} ranks", str(world)))
-    return {name: given[name] for name in own if name in given}
-
-
-def _require_shared(source: ShapeSource, accounting: str) -> None:
-    """Raise where the ranks of an axis cannot share the model.
-
-    :raises SelectionError: heads, widths or layers are too few, or do not divide.
-    """
-    from shardproof import registry
-    from shardproof.costs import cannot_fit
-    from shardproof.costs.shapes import facts_of
-
-    facts = facts_of(source.shape, source.axes, source.options, accounting, source.work)
-    if reason := cannot_fit(facts, registry.load(source.implementation).strategy):
-        shown = ", ".join(f"{name}={size}" for name, size in source.axes.items())
-        raise SelectionError(Problem(reason, "choose another size of that axis", shown))
-    along, stages = axes.cutting("layers"), facts.parts("layers")
-    if stages > source.shape.layers:
-        what = f"the model has {source.shape.layers} layers, too few for {stages} stages"
-        raise SelectionError(Problem(what, "write fewer stages", f"{along}={stages}"))
 
 
 # ------------------------------------------------------------------------------------- the run
 
 
-def _simulated(source: ShapeSource, ranks: Sequence[int]) -> list[SimulatedRank]:
+def _simulated(source: ShapeSource | OwnSource, ranks: Sequence[int]) -> list[SimulatedRank]:
     """The simulated ``ranks``; says on standard error which one runs.
 
     :raises SelectionError: the implementation cannot run on tensors without values.
     """
+    from shardproof.simulate import asked
     from shardproof.simulate.rank import simulate as run
 
     world, begun, since = math.prod(source.axes.values()), 0, time.monotonic()
@@ -341,29 +304,4 @@ def _simulated(source: ShapeSource, ranks: Sequence[int]) -> list[SimulatedRank]
             warnings.simplefilter("ignore", FutureWarning)
             return run(source, ranks, began)
     except Exception as error:
-        raise SelectionError(_refusal(source.implementation, error)) from error
-
-
-def _refusal(impl: str, error: Exception) -> Problem:
-    """Why ``impl`` does not run on tensors without values: the operator and the line."""
-    from shardproof.contract import Refused
-
-    if isinstance(error, Refused):
-        return Problem(f"{impl} refuses this training", "change what it names", str(error))
-    frames = traceback.extract_tb(error.__traceback__)
-    # The line is that of the implementation: below it are torch, the ledgers and this wing.
-    own = [f for f in frames if not _is_ours(Path(f.filename))] or frames
-    last = own[-1]
-    operator = getattr(error, "func", None)
-    name = f"operator {operator}" if operator is not None else type(error).__name__
-    what = f"{impl} cannot run on tensors without values: {name} in {last.name}"
-    remedy = "simulate another implementation, or other options of it"
-    said = "" if operator is not None else (str(error).splitlines() or [""])[0]
-    return Problem(what, remedy, said or None, file=Path(last.filename).name, line=last.lineno)
-
-
-def _is_ours(file: Path) -> bool:
-    """Whether ``file`` is torch's, or the suite's but no implementation's."""
-    suite = Path(__file__).parents[1]
-    is_suite = file.is_relative_to(suite) and not file.is_relative_to(suite / "impls")
-    return is_suite or "torch" in file.parts
+        raise SelectionError(asked.refused(source.implementation, error)) from error

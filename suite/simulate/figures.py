@@ -13,7 +13,9 @@ from shardproof import axes
 from shardproof.checks.traffic import axis_of
 from shardproof.ledgers.memory.log import CLASSES, FILE, MemoryLog
 from shardproof.ledgers.memory.summary import PHASES, summary
+from shardproof.simulate.machines import Machine
 from shardproof.simulate.rank import SimulatedRank
+from shardproof.simulate.seconds import StepTime
 from shardproof.table import Table
 
 _ALL = "all"
@@ -186,8 +188,54 @@ def traffic_table(found: Figures) -> Table:
     return Table(title, ("operation", "axis", "in", "calls", "GB"), rows, align="lllrr")
 
 
+#: How operators become kernels, in words.
+_KERNELS = {"eager": "one an operator", "fused": "fused between products"}
+
+
+def time_table(found: Mapping[str, StepTime], machine: Machine) -> Table:
+    """Seconds of the step by :data:`_KERNELS`, and what they are spent on."""
+    rows = [
+        (
+            _KERNELS[kernels],
+            *(f"{seconds:,.4f}" for seconds in (one.seconds, one.compute, one.exposed, one.idle)),
+            f"{one.tokens_per_second:,.0f}",
+            f"{one.share_of_peak:.1%}",
+        )
+        for kernels, one in found.items()
+    ]
+    first = next(iter(found.values()))
+    title = f"Seconds of the step on {first.world:,} x {machine.name}, {machine.node} a node"
+    notes = [
+        machine.says,
+        f"of a peak of {first.peak / 1e12:,.1f} TFLOP/s, in the dtype of most products",
+        f"slowest simulated rank: {first.rank:,}; with all communication hidden: "
+        + " or ".join(f"{one.least:,.4f}" for one in found.values()),
+    ]
+    columns = ("kernels", "seconds", "compute", "exposed", "idle", "tokens/s", "of peak")
+    return Table(title, columns, rows, notes=notes, align="lrrrrrr")
+
+
+def exact_time_table(found: Mapping[str, StepTime], machine: Machine) -> Table:
+    """The same for programs: seconds, FLOPs of the rank and of the model, tokens of the step."""
+    names = (
+        *("seconds", "compute", "exposed", "idle", "communication", "least", "flops"),
+        *("model_flops", "peak", "tokens", "share_of_peak", "tokens_per_second"),
+    )
+    rows = [
+        (machine.name, kernels, str(one.rank), *(repr(getattr(one, name)) for name in names))
+        for kernels, one in found.items()
+    ]
+    return Table("Seconds of the step", ("machine", "kernels", "rank", *names), rows)
+
+
 def _size(size: Fraction | int) -> str:
     return f"{float(size) / 1e9:,.3f}"
+
+
+def broken_table(wrong: Sequence[str]) -> Table:
+    """Promises that ranks break, one a row."""
+    rows = [tuple(text.split(": ", 1)) for text in wrong]
+    return Table("Broken promises", ("rank", "problem"), rows)
 
 
 def exact_tables(found: Sequence[Figures]) -> Iterator[Table]:

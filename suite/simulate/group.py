@@ -1,8 +1,10 @@
 """A process group whose calls move nothing: one rank of any world runs by itself on fake tensors.
 
-Tensors without values stay as they are.  Real ones are numbers by which ranks decide together
-(``Comm.agree``).  They get what the ranks simulated so far have said in the same call; a rank that
-was not simulated is taken to say what this one says (:class:`Hearsay`).
+Tensors without values stay as they are.  Known integers that are exchanged, such as counts of rows
+for experts, come back as if every rank had given this rank as much as it gives itself.  Real ones
+are numbers by which ranks decide together (``Comm.agree``).  They get what the ranks simulated so
+far have said in the same call; a rank that was not simulated is taken to say what this one says
+(:class:`Hearsay`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from shardproof.backends.base import GroupBase
 from shardproof.backends.futures import OwnHandle, announce_delayed_reduction
 from shardproof.backends.request import Request, check
 from shardproof.ledgers.memory import installed
-from shardproof.simulate.known import forget
+from shardproof.simulate.known import forget, tell
 
 NAME = "sim"
 
@@ -151,7 +153,16 @@ class SimulatedGroup(GroupBase):
                     self._answer(request, given, received)
                 for tensor in received:
                     forget(tensor)
+            if request.method == "all_to_all_single":
+                self._exchange(*request.args[:2])
         return _Done(request)
+
+    def _exchange(self, output: Tensor, given: Tensor) -> None:
+        """What each of the group sends here, if it is known what this rank sends itself."""
+        values = given.constant if isinstance(given, FakeTensor) else None
+        if values is not None and output.shape == given.shape and not len(given) % self._size:
+            own = values.view(self._size, -1)[self._rank]
+            tell(output, own.repeat(self._size).view(output.shape))
 
     def _pass_on(self, request: Request) -> None:
         """Send or receive a message of control numbers; one without values only counts."""

@@ -66,10 +66,11 @@ class Decided:
 class KnownIntegers(FakeTensorMode):
     """Fake tensors; integers of factories are constants.
 
-    A number that is only told, and decides nothing, is 0.
+    A number that is only told, and decides nothing, is 0.  ``decided``: what values would decide;
+    ``None``: nothing.
     """
 
-    def __init__(self, decided: Decided) -> None:
+    def __init__(self, decided: Decided | None) -> None:
         super().__init__()
         self.decided = decided
 
@@ -85,7 +86,7 @@ class KnownIntegers(FakeTensorMode):
             _MAPPED.add(tensor.untyped_storage())
             return tensor
         if func is torch.ops.aten._local_scalar_dense.default and args[0].constant is None:
-            if self.decided.reports:
+            if self.decided is not None and self.decided.reports:
                 return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
             if _filename(args[0].untyped_storage()):
                 return 1.0  # torch's optimizers keep one number there: how many steps they made
@@ -121,27 +122,27 @@ def _broadcast(tensors: Sequence[Tensor]) -> int:
         return 0
 
 
-def _finite(is_finite: Callable[[], bool]) -> Callable[[Tensor], Tensor]:
+def _finite(decided: Decided | None) -> Callable[[Tensor], Tensor]:
     original = torch.Tensor.isfinite
 
     def isfinite(tensor: Tensor) -> Tensor:
         found = original(tensor)
-        if isinstance(found, FakeTensor) and found.numel() <= _MOST:
+        if decided and isinstance(found, FakeTensor) and found.numel() <= _MOST:
             with no_dispatch():
-                found.constant = torch.full((), is_finite()).expand(found.shape)
+                found.constant = torch.full((), decided.is_finite()).expand(found.shape)
         return found
 
     return isfinite
 
 
 @contextmanager
-def known_integers(decided: Decided) -> Iterator[None]:
+def known_integers(decided: Decided | None = None) -> Iterator[None]:
     """Simulate inside."""
     most = patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST)
     # No property of a storage can be set; by this one the ledger and a system know files.
     mode = KnownIntegers(decided)
     files = patch.object(torch.UntypedStorage, "filename", property(_filename))
-    with most, files, patch.object(Tensor, "isfinite", _finite(decided.is_finite)), mode:
+    with most, files, patch.object(Tensor, "isfinite", _finite(decided)), mode:
         yield
 
 
@@ -156,3 +157,10 @@ def forget(tensor: Tensor) -> None:
     """A message overwrites ``tensor``: its values are no longer known."""
     if isinstance(tensor, FakeTensor) and tensor.constant is not None:
         tensor.fake_mode.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
+
+
+def tell(tensor: Tensor, values: Tensor) -> None:
+    """A message wrote ``values`` into ``tensor``."""
+    if isinstance(tensor, FakeTensor):
+        tensor.constant = values
+        tensor.fake_mode.fake_tensor_converter.add_constant_storage_mapping(tensor)

@@ -16,8 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardproof.contract import CrossEntropy, LossTerm, MicroBatch, Role
-from shardproof.costs.shapes import Shape
-from shardproof.workloads.layers import Embedding, Linear, Place, Span, Stack, StackPart, tie
+from shardproof.costs import shapes
+from shardproof.costs.shapes import BatchSize, Shape
+from shardproof.simulate import work
+from shardproof.workloads.layers import (
+    Conv2d,
+    Embedding,
+    Linear,
+    Place,
+    Span,
+    Stack,
+    StackPart,
+    tie,
+)
 
 
 class _Flash(torch.autograd.Function):
@@ -25,15 +36,20 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_like(query)
+        samples, heads, rows, _ = query.shape
+        # Row by row, as the product behind it reads it, and as wide as a value.
+        out = query.new_empty(samples, rows, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
+        work.attention(query, key, value, backward=False, others=(out, sums))
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _, _ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        query, key, value, out, sums = ctx.saved_tensors
+        made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        work.attention(query, key, value, backward=True, others=(*made, *gradients, out, sums))
+        return made
 
 
 class CoreAttention(nn.Module):
@@ -52,6 +68,11 @@ class CoreAttention(nn.Module):
             key, value = (part.repeat_interleave(shared, 1) for part in (key, value))
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
         return scores.softmax(-1) @ value
+
+
+def norm(shape: Shape, width: int, place: Place) -> nn.Module:
+    """The norm of ``shape`` over vectors of ``width``."""
+    return (nn.RMSNorm if shape.norm == "rms" else nn.LayerNorm)(width, **place)
 
 
 class Attention(nn.Module):
@@ -84,17 +105,56 @@ class Attention(nn.Module):
         return self.out(self.core(*heads).transpose(1, 2).reshape(samples, length, rows - 2 * kv))
 
 
+class LatentAttention(nn.Module):
+    """Self-attention of narrow vectors from which each head's parts are made (DeepSeek-V2, arXiv
+    2405.04434, section 2.1), as it is trained: keys and values of all heads are written out.
+
+        hidden --> query_down, query_norm --> query_up --> content | rotary         of each head
+        hidden --> kv_down --+--> kv_norm --> kv_up -----> content | value          of each head
+                             +---------------------------> rotary                   of all heads
+
+    Rotation of the rotary parts is left out, as it is in :class:`Attention`.
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = {"": "attention", "core": "core"}
+
+    def __init__(self, shape: Shape, of: shapes.Latent, span: Span, place: Place) -> None:
+        super().__init__()
+        self.of, h, heads = of, shape.hidden, shape.heads
+        self.core = CoreAttention(span, shape.attention)
+        self.query_down = Linear(h, of.query, bias=False, **place)
+        self.query_norm = norm(shape, of.query, place)
+        self.query_up = Linear(of.query, heads * (of.content + of.rotary), bias=False, **place)
+        self.kv_down = Linear(h, of.kv + of.rotary, bias=False, **place)
+        self.kv_norm = norm(shape, of.kv, place)
+        self.kv_up = Linear(of.kv, heads * (of.content + of.value), bias=False, **place)
+        self.out = Linear(heads * of.value, h, bias=False, **place)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Attention over ``(samples, length, width)``; the same shape."""
+        of, (samples, length, _) = self.of, hidden.shape
+        query = self.query_up(self.query_norm(self.query_down(hidden)))
+        latent, rotary = self.kv_down(hidden).split([of.kv, of.rotary], -1)
+        made = self.kv_up(self.kv_norm(latent)).view(samples, length, -1, of.content + of.value)
+        content, value = made.split([of.content, of.value], -1)
+        heads = content.shape[2]
+        # Every head has a copy of the shared part: operators of attention take whole keys.
+        key = torch.cat([content, rotary.unsqueeze(2).expand(-1, -1, heads, -1)], -1)
+        parts = (query.view(samples, length, heads, -1), key, value)
+        attended = self.core(*(part.transpose(1, 2) for part in parts))
+        return self.out(attended.transpose(1, 2).reshape(samples, length, -1))
+
+
 class Mlp(nn.Module):
     """``down(gelu(up(x)))``, or with a gate ``down(silu(gate(x)) * up(x))``, both in ``up``."""
 
     roles: ClassVar[Mapping[str, Role]] = {"up": "column", "down": "row"}
 
-    def __init__(self, shape: Shape, place: Place) -> None:
+    def __init__(self, shape: Shape, inner: int, place: Place) -> None:
         super().__init__()
-        self.gated = shape.mlp == "swiglu"
-        width = shape.inner * (2 if self.gated else 1)
-        self.up = Linear(shape.hidden, width, bias=shape.bias == "all", **place)
-        self.down = Linear(shape.inner, shape.hidden, bias=shape.bias == "all", **place)
+        self.gated, bias = shape.mlp == "swiglu", shape.bias == "all"
+        self.up = Linear(shape.hidden, inner * (2 if self.gated else 1), bias=bias, **place)
+        self.down = Linear(inner, shape.hidden, bias=bias, **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values ``(..., width)`` to values of the same shape."""
@@ -105,14 +165,100 @@ class Mlp(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class Block(nn.Module):
-    """Attention and an MLP, each on the normed hidden state and added to it."""
+class Experts(nn.Module):
+    """Gated MLPs of one shape, stacked along the first dimension.
 
-    def __init__(self, shape: Shape, span: Span, place: Place) -> None:
+    How many there are follows from the parameters: a rank that holds some computes with these.
+    """
+
+    def __init__(self, of: shapes.Mixture, width: int, place: Place) -> None:
         super().__init__()
-        norm = nn.RMSNorm if shape.norm == "rms" else nn.LayerNorm
-        self.norm1, self.attention = norm(shape.hidden, **place), Attention(shape, span, place)
-        self.norm2, self.mlp = norm(shape.hidden, **place), Mlp(shape, place)
+        self.up = nn.Parameter(torch.empty(of.experts, 2 * of.ffn, width, **place))
+        self.down = nn.Parameter(torch.empty(of.experts, width, of.ffn, **place))
+
+    def forward(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """Each of ``rows`` ``(n, width)`` through the expert of its number ``(n,)``."""
+        order = numbers.argsort(stable=True)
+        sizes = torch.bincount(numbers, minlength=len(self.up)).tolist()
+        return self.compute(rows[order], sizes)[order.argsort()]
+
+    def compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The outputs of ``rows``, sorted by expert; ``sizes``: how many each has.
+
+        Equal sizes are one product for all experts, as kernels for groups of matrices compute it.
+        """
+        if len({*sizes}) == 1:
+            stacked = rows.view(len(sizes), sizes[0], rows.shape[-1])
+            return _gated(stacked, self.up, self.down).flatten(0, 1)
+        parts = zip(rows.split([*sizes]), self.up.unbind(0), self.down.unbind(0), strict=True)
+        return torch.cat([_gated(*part) for part in parts])
+
+
+def _gated(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    gate, inner = (rows @ up.transpose(-2, -1)).chunk(2, -1)
+    return (F.silu(gate) * inner) @ down.transpose(-2, -1)
+
+
+class Mixture(nn.Module):
+    """A router and experts; every choice is carried out.
+
+    Scores have no values here, so the choices are given: those of all tokens go through the experts
+    in turn, and each expert has as many rows as the next one.  Real routers are trained towards
+    that.  Where the shape has balancing biases, ``load`` counts the choices of each expert.
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = {"router": "router", "experts": "expert"}
+    load: Tensor
+
+    def __init__(self, shape: Shape, of: shapes.Mixture, place: Place) -> None:
+        super().__init__()
+        self.of, device = of, place["device"]
+        self.router = Linear(shape.hidden, of.experts, bias=False, **place)
+        self.experts = Experts(of, shape.hidden, place)
+        if of.shared:
+            self.shared = Mlp(shape, of.shared * of.ffn, place)
+        if of.balanced:
+            load = torch.zeros(of.experts, dtype=torch.int64, device=device)
+            bias = torch.empty(of.experts, dtype=torch.float32, device=device)
+            self.register_buffer("load", load)
+            self.register_buffer("balancing_bias", bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(samples, positions, width)`` to values of the same shape."""
+        tokens, top_k = hidden.flatten(0, -2), self.of.top_k
+        #   3 tokens, 2 of 4 experts each:   0 1 | 2 3 | 0 1
+        numbers = torch.arange(len(tokens) * top_k, device=tokens.device) % self.of.experts
+        weights = self.weigh(self.router(tokens), numbers.view(-1, top_k))
+        if self.of.balanced and self.training:
+            self.load += torch.bincount(numbers, minlength=self.of.experts)
+        outputs = self.experts(tokens.repeat_interleave(top_k, 0), numbers)
+        mixed = (outputs.view(-1, top_k, tokens.shape[-1]) * weights.unsqueeze(-1)).sum(1)
+        if self.of.shared:
+            mixed = mixed + self.shared(tokens)
+        return mixed.view(hidden.shape)
+
+    def weigh(self, scores: Tensor, experts: Tensor) -> Tensor:
+        """The weights of the chosen ``experts``, ``(tokens, top_k)``, from ``scores`` of all."""
+        if not self.of.balanced:
+            return scores.gather(-1, experts).softmax(-1)
+        # DeepSeek-V3 (arXiv 2412.19437), equations 13 and 15.
+        chosen = scores.sigmoid().gather(-1, experts)
+        return chosen / chosen.sum(-1, keepdim=True)
+
+
+class Block(nn.Module):
+    """Attention and an MLP or a mixture, each on the normed hidden state and added to it."""
+
+    def __init__(self, shape: Shape, index: int, span: Span, place: Place) -> None:
+        super().__init__()
+        self.norm1 = norm(shape, shape.hidden, place)
+        self.attention = (
+            LatentAttention(shape, shape.latent, span, place)
+            if shape.latent
+            else Attention(shape, span, place)
+        )
+        self.norm2, mixture = norm(shape, shape.hidden, place), shape.mixture_of(index)
+        self.mlp = Mixture(shape, mixture, place) if mixture else Mlp(shape, shape.inner, place)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``(samples, length, width)`` to the same shape."""
@@ -141,6 +287,42 @@ class Embed(nn.Module):
         )
 
 
+class Patches(nn.Module):
+    """Patches of images ``(samples, channels, side, side)`` behind a vector that stands for the
+    whole image, and their learned positions: ``(samples, 1 + patches, width)``.
+    """
+
+    roles: ClassVar[Mapping[str, Role]] = {"position": "positions"}
+
+    def __init__(self, shape: Shape, of: shapes.Image, span: Span, place: Place) -> None:
+        super().__init__()
+        self.span, h = span, shape.hidden
+        self.first = nn.Parameter(torch.empty(h, **place))
+        self.patch = Conv2d(of.channels, h, of.patch, of.patch, **place)
+        self.position = Embedding(shape.positions, h, **place)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images to hidden states."""
+        patches = self.patch(images).flatten(2).transpose(1, 2)
+        hidden = torch.cat([self.first.expand(len(patches), 1, -1), patches], 1)
+        rows = torch.arange(hidden.shape[1], device=hidden.device)
+        return hidden + self.position(rows)
+
+
+class First(nn.Module):
+    """The first position of ``(samples, positions, width)``."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``(samples, width)``."""
+        return hidden[:, 0]
+
+
+class OfImages(Stack):
+    """A stack with one class for each sample; no rule splits its head."""
+
+    roles: ClassVar[Mapping[str, Role]] = {}
+
+
 class ShapeModel:
     """The contract's ``Build`` of ``shape``: fresh modules of the shape in ``dtype``."""
 
@@ -159,14 +341,14 @@ class ShapeModel:
 
     def _made(self, place: Place) -> Stack:
         shape, span, place = self.shape, Span(), {**place, "dtype": self.dtype}
-        norm = nn.RMSNorm if shape.norm == "rms" else nn.LayerNorm
-        model = Stack(
-            embed=Embed(shape, span, place),
-            blocks=[Block(shape, span, place) for _ in self.units],
-            norm=norm(shape.hidden, **place),
-            head=Linear(shape.hidden, shape.vocab, bias=False, **place),
+        image = shape.image
+        model = (OfImages if image else Stack)(
+            embed=Patches(shape, image, span, place) if image else Embed(shape, span, place),
+            blocks=[Block(shape, index, span, place) for index in range(shape.layers)],
+            norm=norm(shape, shape.hidden, place),
+            head=Linear(shape.hidden, shape.vocab, bias=image is not None, **place),
             flags=_no_flags,
-            odd={},
+            odd={"final": First()} if image else {},
         )
         if shape.tied:
             tie(model, "embed.token", "head")
@@ -192,3 +374,16 @@ class ShapeModel:
 
 def _no_flags(tokens: Tensor) -> Tensor:
     raise NotImplementedError
+
+
+def micro_batch(shape: Shape, dtype: torch.dtype, work: BatchSize) -> MicroBatch:
+    """A micro-batch of full samples for ``shape``, every target with the same weight."""
+    samples, image = work.samples, shape.image
+    if image:
+        inputs = torch.empty(samples, image.channels, image.side, image.side, dtype=dtype)
+        targets = torch.empty(samples, dtype=torch.int64)
+    else:
+        inputs = torch.empty(samples, work.positions or shape.seq, dtype=torch.int64)
+        targets = torch.empty_like(inputs)
+    weights, ids = torch.empty(targets.shape), torch.empty(samples, dtype=torch.int64)
+    return MicroBatch(inputs, targets, weights, ids)

@@ -6,37 +6,51 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from shardproof import comm, registry
+from shardproof import axes, comm, registry
 from shardproof.backends import Joining, joined
 from shardproof.comm import Mesh
-from shardproof.contract import KINDS, Piece, Point
+from shardproof.contract import KINDS, Implementation, Piece, Point
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import installed
 from shardproof.ledgers.memory.log import MemoryLog
-from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.registry import answers
-from shardproof.simulate import group, upstream
+from shardproof.schedules import Schedule
+from shardproof.simulate import group, upstream, work
 from shardproof.simulate.group import Simulated
 from shardproof.simulate.known import Decided, known_integers
 from shardproof.simulate.sources import Source
+from shardproof.simulate.work import Work, WorkLedger
 
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """The memory log and the calls of one rank.  ``calls``: by step."""
+    """The memory log and the calls of one rank.  ``calls``: by step; ``groups``: process groups
+    that its system made.
+
+    Of the last step: ``work``, its operators; ``actions``, the computations of a pipeline's stages;
+    ``tokens``, elements of the inputs.  ``place``: along the axis of stages; ``schedule``: of one
+    window of micro-batches, where there are stages and the implementation announces it.
+    """
 
     rank: int
     log: MemoryLog
     calls: list[list[traffic.LoggedCall]]
+    groups: int = 0
+    work: Work = field(default_factory=Work)
+    actions: Sequence[program_order.Done] = ()
+    tokens: int = 0
+    place: int = 0
+    schedule: Schedule | None = None
 
 
 #: Most times that ranks are simulated until they agree on the numbers by which they decide.
@@ -89,9 +103,9 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
 
 @contextmanager
 def _control_on_values() -> Iterator[None]:
-    """Numbers by which ranks decide keep their values.
+    """Numbers by which ranks decide keep their values, and a rank waits for no other.
 
-    Each has a twin without a value, which the ledger of memory counts.
+    Each number has a twin without a value, which the ledger of memory counts.
     """
 
     def valued(integers: Sequence[int], **named: Any) -> Tensor:
@@ -100,17 +114,20 @@ def _control_on_values() -> Iterator[None]:
         tensor.twin = torch.empty(len(integers), **named)  # type: ignore[attr-defined]
         return tensor
 
-    comm.control = valued
+    def alone(ranks: Sequence[int], own: int, place: str, text: str) -> None:
+        """Nobody else will come to where ranks meet."""
+
+    comm.control, meet, comm.meet = valued, comm.meet, alone
     try:
         yield
     finally:
-        comm.control = torch.tensor
+        comm.control, comm.meet = torch.tensor, meet
 
 
 def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
     log, ledger = decided.log, traffic.current()
     assert ledger is not None
-    memory, built = MemoryLedger(lambda: log.phase), list[weakref.ref[nn.Module]]()
+    memory, built = WorkLedger(log), list[weakref.ref[nn.Module]]()
 
     def watch(module: nn.Module, units: Sequence[str]) -> None:
         program_order.watch(module, units)
@@ -127,8 +144,8 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
             memory.classify(pieces, modules)
             memory.mark(point)
 
-    calls = []
-    with memory:
+    calls, tokens, schedule, began = [], 0, None, _groups()
+    with memory, work.noted_by(memory):
         system = registry.load(source.implementation)()
         system.trace = log.action
         everywhere = system.capabilities(source.options).initial_state == "everywhere"
@@ -143,16 +160,39 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
             if source.evaluates(mesh.rank, step):
                 with log.observe("evaluation"):
                     system.evaluate(batch)
-            first, memory.step = len(ledger.calls), step
+            first, memory.step, memory.noting = len(ledger.calls), step, step == source.steps - 1
             with log.step(step):
                 result = system.step(batch, observe)
+            memory.noting = False
             # Read after the step, as by every user: what it rests on lives until then.
             with decided.reading():
                 answers.step(system, step, result)
                 answers.number(system, "step", result.loss)
             del result
             calls.append(ledger.calls[first:])
+            tokens = sum(micro.inputs.numel() for micro in batch.micro_batches)
+            schedule = _schedule(system, source, [len(window) for window in batch.windows])
             del batch
+        done = memory.finish()
         system.drain()
         system.close()
-    return SimulatedRank(mesh.rank, memory.log, calls)
+        groups = _groups() - began
+    actions = [one for one in log.actions if one.step == log.number]
+    axis = axes.cutting("layers")
+    place = mesh.comm(axis).rank if axis in source.axes else 0
+    return SimulatedRank(
+        mesh.rank, memory.log, calls, groups, done, actions, tokens, place, schedule
+    )
+
+
+def _groups() -> int:
+    """How many process groups this world has made, also of other ranks."""
+    return int(c10d._world.group_count)
+
+
+def _schedule(system: Implementation, source: Source, windows: Sequence[int]) -> Schedule | None:
+    """The schedule of the one window of a step, if stages carry it out."""
+    stages = axes.parts(source.axes, "layers")
+    if stages == 1 or len(windows) != 1:
+        return None
+    return system.schedule(source.options, stages, windows[0])

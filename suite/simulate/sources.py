@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from shardproof import workloads
+from shardproof import axes, registry, workloads
 from shardproof.axes import joint_groups
 from shardproof.case import Case, data_shares
 from shardproof.contract import Batch, Build, MicroBatch, OptimizerSpec, Options
+from shardproof.costs import cannot_fit, shapes
 from shardproof.costs.shapes import BatchSize, Shape
+from shardproof.errors import Problem, SelectionError
 from shardproof.evidence.records import RankRecord
 from shardproof.simulate.known import kept
-from shardproof.simulate.model import ShapeModel
+from shardproof.simulate.model import ShapeModel, micro_batch
 
 Watch = Callable[[nn.Module, Sequence[str]], None]
 
@@ -58,8 +60,20 @@ class Source(Protocol):
         """Whether ``rank`` evaluates its batch of ``step`` before it trains with it."""
 
 
+class Undisturbed:
+    """A training without overflows and evaluations."""
+
+    def is_finite(self, rank: int, step: int) -> bool:
+        """Always."""
+        return True
+
+    def evaluates(self, rank: int, step: int) -> bool:
+        """Never."""
+        return False
+
+
 @dataclass(frozen=True)
-class ShapeSource:
+class ShapeSource(Undisturbed):
     """A published ``shape``, its parameters built in ``dtype``.
 
     Two steps: the first one makes the optimizer's state.
@@ -79,30 +93,59 @@ class ShapeSource:
         """Axes that need one group together."""
         return joint_groups(self.axes)
 
+    @property
+    def name(self) -> str:
+        """The name of the model, and of layers if it has others."""
+        return self.shape.name
+
+    def about(self) -> list[str]:
+        """The model and a micro-batch, in words."""
+        shape, count = self.shape, sum(t.numel for t in shapes.tensors(self.shape, ""))
+        positions = self.work.samples * (self.work.positions or shape.seq)
+        notes = [
+            f"{count:,} parameters in {shape.layers} layers, {positions:,} positions a micro-batch"
+        ]
+        if shape.mixture:
+            notes.append("each expert gets as many tokens as any other: routing is given")
+        if shape.dropout:
+            notes.append("dropout is left out: its masks are not counted")
+        return notes
+
+    def require_shared(self, accounting: str) -> None:
+        """Raise where the ranks of an axis cannot share the model.
+
+        :raises SelectionError: positions, heads, widths or layers are too few, or do not divide.
+        """
+        shape, seq = self.shape, self.work.positions
+        if shape.image and seq:
+            what = f"{shape.name} takes images of {shape.image.side} x {shape.image.side}"
+            raise SelectionError(Problem(what, "leave --seq out", str(seq)))
+        if shape.positions and seq > shape.positions:
+            what = f"{shape.name} has {shape.positions:,} learned positions, fewer than --seq"
+            raise SelectionError(Problem(what, f"give up to {shape.positions}", str(seq)))
+        facts = shapes.facts_of(shape, self.axes, self.options, accounting, self.work)
+        if reason := cannot_fit(facts, registry.load(self.implementation).strategy):
+            shown = ", ".join(f"{name}={size}" for name, size in self.axes.items())
+            raise SelectionError(Problem(reason, "choose another size of that axis", shown))
+        along, stages = axes.cutting("layers"), facts.parts("layers")
+        if stages > shape.layers:
+            what = f"the model has {shape.layers} layers, too few for {stages} stages"
+            raise SelectionError(Problem(what, "write fewer stages", f"{along}={stages}"))
+
     def build(self, rank: int, watch: Watch) -> Build:
         """The shape's module."""
         return ShapeModel(self.shape, self.dtype, watch)
 
     def state(self) -> dict[str, Tensor]:
-        """Its parameters."""
-        return {n: p.detach() for n, p in ShapeModel(self.shape, self.dtype)().named_parameters()}
+        """Its parameters and buffers."""
+        module = ShapeModel(self.shape, self.dtype)()
+        both = (*module.named_parameters(), *module.named_buffers())
+        return {name: tensor.detach() for name, tensor in both}
 
     def batch(self, rank: int, step: int) -> Batch:
         """Micro-batches of full samples, every target with the same weight."""
-        samples, positions = self.work.samples, self.work.positions or self.shape.seq
-        tokens = torch.empty(samples, positions, dtype=torch.int64)
-        weights = torch.empty(samples, positions)
-        ids = torch.empty(samples, dtype=torch.int64)
-        micro = MicroBatch(tokens, torch.empty_like(tokens), weights, ids)
+        micro = micro_batch(self.shape, self.dtype, self.work)
         return Batch(step, ((micro,) * self.work.micro_batches,))
-
-    def is_finite(self, rank: int, step: int) -> bool:
-        """Always."""
-        return True
-
-    def evaluates(self, rank: int, step: int) -> bool:
-        """Never."""
-        return False
 
 
 class CaseSource:

@@ -1,7 +1,8 @@
 """The places where torch reads values of tensors in C++, which fakes do not have.
 
 DDP compares shapes over ranks and sends the initial values before the first step; both are left
-out.  FSDP1 asks for addresses.  It orders its buckets anew in the second step, by numbers that rank 0 sends: those are real.
+out.  It orders its buckets anew in the second step, by numbers that rank 0 sends: those are real.
+FSDP1 asks for addresses.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,9 +33,58 @@ USUAL = "reference/fsdp"
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A GPT-like model; the keys of ``models.yaml``.
+class Mixture:
+    """Experts in place of the MLP of each layer but the first ``dense`` ones.
 
+    A token chooses ``top_k`` of ``experts`` gated MLPs of width ``ffn``; ``shared`` more take every
+    token, as one MLP.  ``balanced``: a bias for each expert moves its load, and is no parameter
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+
+    experts: int
+    top_k: int
+    ffn: int
+    shared: int = 0
+    dense: int = 0
+    balanced: bool = False
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention whose queries, and whose keys and values, go through vectors of the widths
+    ``query`` and ``kv`` (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    A head's query and key have ``content`` elements of their own and ``rotary`` ones, which all
+    heads share in the key; its value has ``value``.
+    """
+
+    query: int
+    kv: int
+    content: int
+    rotary: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """Inputs of ``side`` x ``side`` pixels, cut into squares of ``patch`` x ``patch``; one class
+    for each.  ``vocab`` counts classes, and a position in front of the patches stands for them all.
+    """
+
+    side: int
+    patch: int
+    channels: int = 3
+
+
+#: Keys of ``models.yaml`` that hold keys themselves.
+_NESTED = {"mixture": Mixture, "latent": Latent, "image": Image}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Transformer; the keys of ``models.yaml``.
+
+    ``parameters`` counts those of the published checkpoint, balancing biases among them.
     ``layers = 0``: only the number of parameters is known, as one tensor.  ``attention``: whether
     the matrix of scores is kept (``math``) or computed again (``flash``).
     """
@@ -56,6 +106,9 @@ class Shape:
     dropout: bool = False
     attention: str = "flash"
     rounded: bool = False
+    mixture: Mixture | None = None
+    latent: Latent | None = None
+    image: Image | None = None
 
     @property
     def kv(self) -> int:
@@ -66,6 +119,10 @@ class Shape:
     def inner(self) -> int:
         """Width of the MLP."""
         return self.ffn or 4 * self.hidden
+
+    def mixture_of(self, layer: int) -> Mixture | None:
+        """The mixture of experts of ``layer``, where that has one."""
+        return self.mixture if self.mixture and layer >= self.mixture.dense else None
 
 
 @dataclass(frozen=True)
@@ -88,13 +145,16 @@ class BatchSize:
 def models() -> Mapping[str, Shape]:
     """Name -> model, as in ``models.yaml``."""
     given = yaml.safe_load((_FILES / "models.yaml").read_text(encoding="utf-8"))
-    found = {str(name): Shape(str(name), **keys) for name, keys in given.items()}
+    found = {
+        str(name): Shape(str(name), **{k: _NESTED[k](**v) if k in _NESTED else v for k, v in keys})
+        for name, keys in ((name, of.items()) for name, of in given.items())
+    }
     return {name: _filled(shape) if shape.rounded else shape for name, shape in found.items()}
 
 
 def _filled(shape: Shape) -> Shape:
     """A round model with MLPs as much wider as its number of parameters lets them be."""
-    plain = sum(t.numel for t in tensors(replace(shape, rounded=False, parameters=0), "float32"))
+    plain = elements(replace(shape, rounded=False, parameters=0))
     # One more of the MLP's width takes a row of one matrix and a column of the other.
     wider = (shape.parameters - plain) // (shape.layers * 2 * shape.hidden)
     return replace(shape, ffn=shape.inner + wider // _SPLITS * _SPLITS)
@@ -139,6 +199,12 @@ def model(name: str) -> Shape:
     return found
 
 
+def elements(shape: Shape) -> int:
+    """Elements of a checkpoint: parameters, and biases that balance experts."""
+    parameters = sum(math.prod(size) for _, size, _, _ in _tensors(shape))
+    return parameters + sum(b.numel for b in buffers(shape) if b.dtype in ITEMSIZE)
+
+
 def tensors(shape: Shape, dtype: str, trains: bool = True) -> tuple[TensorFacts, ...]:
     """Every parameter of ``shape``, in the order of registration."""
     found = [
@@ -146,54 +212,108 @@ def tensors(shape: Shape, dtype: str, trains: bool = True) -> tuple[TensorFacts,
         for name, size, owners, units in _tensors(shape)
     ]
     if shape.parameters and shape.layers:
-        assert sum(t.numel for t in found) == shape.parameters, shape.name
+        assert elements(shape) == shape.parameters, shape.name
     return tuple(found)
+
+
+def buffers(shape: Shape) -> tuple[TensorFacts, ...]:
+    """Of each mixture that is balanced by biases: the load of its experts, and these biases."""
+    return tuple(
+        TensorFacts(f"blocks.{index}.mlp.{name}", (mixture.experts,), dtype, False, units=(index,))
+        for index in range(shape.layers)
+        if (mixture := shape.mixture_of(index)) and mixture.balanced
+        for name, dtype in (("load", "int64"), ("balancing_bias", "float32"))
+    )
 
 
 def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Any]]:
     if not shape.layers:
         yield "layers.weights", (shape.parameters,), ("layers",), (0,)
         return
-    h, last = shape.hidden, shape.layers - 1
-    ends = ("embed.token", "head") if shape.tied else ("embed.token",)
-    yield "embed.token.weight", (shape.vocab, h), ends, (0, last) if shape.tied else (0,)
-    yield "embed.position.weight", (shape.positions, h), ("embed.position",), (0,)
-    inside = [*_layer(shape)]
-    ends_numel = shape.vocab * h * (1 if shape.tied else 2) + shape.positions * h
-    ends_numel += h * (2 if shape.norm == "layer" else 1)
-    layer = sum(size[0] * (size[1] if len(size) > 1 else 1) for _, size in inside)
+    last = shape.layers - 1
+    for name, size in _embedding(shape):
+        owner, is_tied = name.rpartition(".")[0], shape.tied and name == "embed.token.weight"
+        yield name, size, (owner, "head") if is_tied else (owner,), (0, last) if is_tied else (0,)
     # A round number of parameters: what the shape lacks, spread over the layers.
-    lacking = shape.parameters - ends_numel - shape.layers * layer if shape.rounded else 0
+    lacking = shape.parameters - elements(replace(shape, rounded=False)) if shape.rounded else 0
     for index in range(shape.layers):
-        for name, size in inside:
+        for name, size in _layer(shape, index):
             full = f"blocks.{index}.{name}"
             yield full, size, (full.rpartition(".")[0],), (index,)
         if own := lacking // shape.layers + (index < lacking % shape.layers):
             yield f"blocks.{index}.rest", (own,), (f"blocks.{index}",), (index,)
-    yield "norm.weight", (h,), ("norm",), (last,)
-    if shape.norm == "layer":
-        yield "norm.bias", (h,), ("norm",), (last,)
+    for name, size in _end(shape):
+        yield name, size, (name.rpartition(".")[0],), (last,)
+
+
+def _embedding(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    h = shape.hidden
+    if image := shape.image:
+        yield "embed.first", (h,)
+        yield "embed.patch.weight", (h, image.channels, image.patch, image.patch)
+        yield "embed.patch.bias", (h,)
+    else:
+        yield "embed.token.weight", (shape.vocab, h)
+    yield "embed.position.weight", (shape.positions, h)
+
+
+def _end(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from _norm(shape, "norm", shape.hidden)
     if not shape.tied:
-        yield "head.weight", (shape.vocab, h), ("head",), (last,)
+        yield "head.weight", (shape.vocab, shape.hidden)
+    if shape.image:
+        yield "head.bias", (shape.vocab,)
 
 
-def _layer(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Parameters of one layer; a gated MLP has gate and up in one matrix, as Megatron-LM."""
-    h, head = shape.hidden, shape.hidden // shape.heads
+def _norm(shape: Shape, name: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (width,)
+    if shape.norm == "layer":
+        yield f"{name}.bias", (width,)
+
+
+def _layer(shape: Shape, index: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Parameters of layer ``index``; a gated MLP has gate and up in one matrix, as Megatron-LM."""
     biased = {"none": (), "qkv": ("qkv",), "all": ("qkv", "out", "up", "down")}[shape.bias]
-    rows = (shape.heads + 2 * shape.kv) * head
-    up = shape.inner * (2 if shape.mlp == "swiglu" else 1)
-    linear = {"attention.qkv": (rows, h), "attention.out": (h, h), "mlp.up": (up, h)}
-    linear["mlp.down"] = (h, shape.inner)
-    for name, before in (("norm1", "attention"), ("norm2", "mlp")):
-        yield f"{name}.weight", (h,)
-        if shape.norm == "layer":
-            yield f"{name}.bias", (h,)
-        for layer, size in linear.items():
-            if layer.startswith(before):
-                yield f"{layer}.weight", size
-                if layer.rpartition(".")[2] in biased:
-                    yield f"{layer}.bias", size[:1]
+    mixture = shape.mixture_of(index)
+    attend = _latent(shape, shape.latent) if shape.latent else _attention(shape)
+    feed = _mixture(shape, mixture) if mixture else _mlp(shape, "mlp", shape.inner)
+    for norm, parts in (("norm1", attend), ("norm2", feed)):
+        yield from _norm(shape, norm, shape.hidden)
+        for name, size in parts:
+            yield name, size
+            layer = name.removesuffix(".weight")
+            if layer.rpartition(".")[2] in biased:
+                yield f"{layer}.bias", size[:1]
+
+
+def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    rows = (shape.heads + 2 * shape.kv) * (shape.hidden // shape.heads)
+    yield "attention.qkv.weight", (rows, shape.hidden)
+    yield "attention.out.weight", (shape.hidden, shape.hidden)
+
+
+def _latent(shape: Shape, of: Latent) -> Iterator[tuple[str, tuple[int, ...]]]:
+    h, heads = shape.hidden, shape.heads
+    yield "attention.query_down.weight", (of.query, h)
+    yield from _norm(shape, "attention.query_norm", of.query)
+    yield "attention.query_up.weight", (heads * (of.content + of.rotary), of.query)
+    yield "attention.kv_down.weight", (of.kv + of.rotary, h)
+    yield from _norm(shape, "attention.kv_norm", of.kv)
+    yield "attention.kv_up.weight", (heads * (of.content + of.value), of.kv)
+    yield "attention.out.weight", (h, heads * of.value)
+
+
+def _mlp(shape: Shape, name: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.up.weight", (width * (2 if shape.mlp == "swiglu" else 1), shape.hidden)
+    yield f"{name}.down.weight", (shape.hidden, width)
+
+
+def _mixture(shape: Shape, of: Mixture) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "mlp.router.weight", (of.experts, shape.hidden)
+    for name, size in _mlp(shape, "mlp.experts", of.ffn):
+        yield name.removesuffix(".weight"), (of.experts, *size)
+    if of.shared:
+        yield from _mlp(shape, "mlp.shared", of.shared * of.ffn)
 
 
 def facts_of(
@@ -206,8 +326,14 @@ def facts_of(
     owners = {name for found in _tensors(shape) for name in found[2]}
     modules = {"": "Model", "blocks": "ModuleList", **dict.fromkeys(blocks, "Block")}
     modules |= {name: "Linear" for name in sorted(owners) if name not in modules}
-    roles = {"embed.token": "embedding", "embed.position": "positions", "head": "classes"}
+    roles = {"embed.position": "positions"}
+    if not shape.image:
+        roles |= {"embed.token": "embedding", "head": "classes"}
     kinds = {"qkv": "heads", "out": "row", "up": "column", "down": "row"}
+    kinds |= {"experts": "expert", "router": "router"}
+    if shape.latent:
+        # Parts of the key are of all heads, so no rule splits this attention over ranks.
+        del kinds["out"]
     layers = (found[2][0] for found in _tensors(shape))
     roles |= {name: kinds[kind] for name in layers if (kind := name.rpartition(".")[2]) in kinds}
     given = (batch.samples, batch.positions or shape.seq)
@@ -215,10 +341,11 @@ def facts_of(
         axes=axes,
         options=dict(options),
         parameters=tensors(shape, about["built"], about.get("trains", True)),
+        buffers=buffers(shape),
         modules=modules,
         units=tuple(blocks),
         roles=roles,
-        heads={f"{block}.attention": (shape.heads, shape.kv) for block in blocks},
+        heads={f"{b}.attention": (shape.heads, shape.kv) for b in blocks if not shape.latent},
         label_smoothing=0.0,
         hidden={shape_key(given): (given[0] * given[1] * shape.hidden,) * (shape.layers - 1)}
         if shape.layers

@@ -1,0 +1,82 @@
+"""Clean systems keep their promises in worlds of any size; what breaks one is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from shardproof.contract import OptimizerSpec
+from shardproof.costs import NoCostModel
+from shardproof.costs.shapes import BatchSize, Shape
+from shardproof.impls.reference.ddp import ReferenceDDP
+from shardproof.simulate import figures
+from shardproof.simulate.promised import broken
+from shardproof.simulate.rank import simulate
+from shardproof.simulate.sources import ShapeSource
+
+#: Of odd sizes: a vocabulary and shards that ranks cannot share evenly.
+ODD = Shape("odd", layers=4, hidden=64, heads=8, kv_heads=8, vocab=61, seq=16, positions=16,
+            bias="all", tied=True, attention="math")  # fmt: skip
+
+
+def source_of(implementation: str, mesh: Mapping[str, int], micro_batches: int = 1) -> ShapeSource:
+    adam, work = OptimizerSpec("adamw", momentum=0.0), BatchSize(1, ODD.seq, micro_batches)
+    return ShapeSource(ODD, implementation, mesh, adam, {}, work, torch.float32)
+
+
+def problems(source: ShapeSource) -> list[str]:
+    return broken(source, simulate(source, figures.looked_at(source.axes)))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "mesh", "micro_batches"),
+    [
+        ("reference/naive_ddp", {"replicate": 3}, 1),
+        ("reference/ddp", {"replicate": 1024}, 1),
+        ("reference/zero1", {"shard": 5}, 2),
+        ("reference/zero2", {"shard": 4096}, 2),
+        ("reference/zero3", {"shard": 64}, 2),
+        ("reference/fsdp", {"shard": 16384}, 1),
+        ("reference/fsdp", {"replicate": 8, "shard": 8}, 1),
+        ("reference/tensor", {"tensor": 8}, 1),
+        ("reference/pipeline", {"pipe": 4}, 8),
+        ("reference/context", {"context": 4}, 1),
+        ("reference/hybrid", {"pipe": 4, "shard": 16, "tensor": 4}, 4),
+        ("pytorch/ddp", {"replicate": 64}, 1),
+        ("pytorch/fsdp2", {"shard": 64}, 1),
+    ],
+    ids=str,
+)
+def test_clean_systems_keep_their_promises(
+    implementation: str, mesh: Mapping[str, int], micro_batches: int
+) -> None:
+    assert problems(source_of(implementation, mesh, micro_batches)) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("zero1_all_reduces", "all-reduce along shard: "),
+        ("zero1_gathers_beside", "communication"),
+        ("zero3_keeps_root", "all-gather along shard: "),
+        ("zero3_frees_late", "peak in "),
+    ],
+)
+def test_a_broken_promise_is_named(fault: str, says: str) -> None:
+    found = problems(source_of(f"mutants/{fault}", {"shard": 16}))
+    assert any(says in text for text in found), found
+    assert {text.partition(":")[0] for text in found} == {"rank 0", "rank 15"}
+
+
+class Mine(ReferenceDDP):
+    """A system of a strategy that has no formula."""
+
+    strategy = "mine"
+
+
+def test_what_promises_nothing_is_no_pass() -> None:
+    source = source_of(f"{__name__}:Mine", {"replicate": 2})
+    with pytest.raises(NoCostModel, match="nothing is promised of"):
+        broken(source, simulate(source, [0]))
