@@ -45,6 +45,16 @@ class FaultAtScale:
     small_shape: Mapping[str, Any] = field(default_factory=dict)
     small_micro_batches: int = 2
 
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Fields of the model that shows the fault."""
+        return {**SHAPE, **self.shape}
+
+    @property
+    def small_fields(self) -> Mapping[str, Any]:
+        """Fields of the model that does not."""
+        return {**SHAPE, **SMALL, **self.small_shape}
+
 
 class Declare(Protocol):
     """The type of the decorator ``fault_at_scale`` of one parent."""
