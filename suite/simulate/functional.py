@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 #: Makes a call of ``group`` from the arguments of an operator before its group, and its result.
-_Make = Callable[[Any, Sequence[Any], Any], object]
+_Make = Callable[[Any, Sequence[Any], Any], Any]
 
 
 def _all_reduce(group: Any, given: Sequence[Any], result: Any) -> object:
@@ -69,7 +69,20 @@ def call(func: Any, args: Sequence[Any], result: Any) -> None:
     *given, group = args
     made = group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
     with torch.no_grad():
-        _CALLS[name](made, given, result)
+        handle = _CALLS[name](made, given, result)
+    for tensor in _listed(result):
+        _under_way[id(tensor.untyped_storage())] = handle
+
+
+#: Calls by the storage of their result: a later call takes the place of one that nobody waited for.
+_under_way: dict[int, Any] = {}
+
+
+def waited(result: Any) -> None:
+    """The program waits for the call that makes ``result``."""
+    handle = _under_way.pop(id(result.untyped_storage()), None)
+    if handle is not None:
+        handle.note_wait()
 
 
 def _reduction(name: str) -> Any:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from shardproof.contract import CrossEntropy, LossTerm, MicroBatch, Role
 from shardproof.costs.shapes import Shape
+from shardproof.simulate import work
 from shardproof.workloads.layers import Embedding, Linear, Place, Span, Stack, StackPart, tie
 
 
@@ -28,12 +29,15 @@ class _Flash(torch.autograd.Function):
         out = torch.empty_like(query)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
+        work.attention(query, key, value, backward=False, others=(out, sums))
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _, _ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        query, key, value, out, sums = ctx.saved_tensors
+        made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        work.attention(query, key, value, backward=True, others=(*made, *gradients, out, sums))
+        return made
 
 
 class CoreAttention(nn.Module):

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,39 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from shardproof import comm, registry
+from shardproof import axes, comm, registry
 from shardproof.backends import Joining, joined
 from shardproof.comm import Mesh
-from shardproof.contract import KINDS, Piece, Point
+from shardproof.contract import KINDS, Implementation, Piece, Point
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import installed
 from shardproof.ledgers.memory.log import MemoryLog
-from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.registry import answers
-from shardproof.simulate import group, upstream
+from shardproof.schedules import Schedule
+from shardproof.simulate import group, upstream, work
 from shardproof.simulate.group import Simulated
 from shardproof.simulate.known import known_integers
 from shardproof.simulate.sources import Source
+from shardproof.simulate.work import Work, WorkLedger
 
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """The memory log and the calls of one rank.  ``calls``: by step."""
+    """The memory log and the calls of one rank.  ``calls``: by step.
+
+    Of the last step: ``work``, its operators; ``actions``, the computations of a pipeline's stages;
+    ``tokens``, elements of the inputs.  ``place``: along the axis of stages; ``schedule``: of one
+    window of micro-batches, where there are stages and the implementation announces it.
+    """
 
     rank: int
     log: MemoryLog
     calls: list[list[traffic.LoggedCall]]
+    work: Work = field(default_factory=Work)
+    actions: Sequence[program_order.Done] = ()
+    tokens: int = 0
+    place: int = 0
+    schedule: Schedule | None = None
 
 
 #: Most times that ranks are simulated until they agree on the numbers by which they decide.
@@ -98,7 +109,7 @@ def _control_on_values() -> Iterator[None]:
 def _trained(source: Source, mesh: Mesh) -> SimulatedRank:
     log, ledger = program_order.current(), traffic.current()
     assert log is not None and ledger is not None
-    memory, built = MemoryLedger(lambda: log.phase), list[weakref.ref[nn.Module]]()
+    memory, built = WorkLedger(log), list[weakref.ref[nn.Module]]()
 
     def watch(module: nn.Module, units: Sequence[str]) -> None:
         program_order.watch(module, units)
@@ -115,8 +126,8 @@ def _trained(source: Source, mesh: Mesh) -> SimulatedRank:
             memory.classify(pieces, modules)
             memory.mark(point)
 
-    calls = []
-    with memory:
+    calls, tokens, schedule = [], 0, None
+    with memory, work.noted_by(memory):
         system = registry.load(source.implementation)()
         system.trace = log.action
         everywhere = system.capabilities(source.options).initial_state == "everywhere"
@@ -128,11 +139,25 @@ def _trained(source: Source, mesh: Mesh) -> SimulatedRank:
         for step in range(source.steps):
             with memory.unseen():
                 batch = source.batch(mesh.rank, step)
-            first, memory.step = len(ledger.calls), step
+            first, memory.step, memory.noting = len(ledger.calls), step, step == source.steps - 1
             with log.step(step):
                 system.step(batch, observe)
             calls.append(ledger.calls[first:])
+            tokens = sum(micro.inputs.numel() for micro in batch.micro_batches)
+            schedule = _schedule(system, source, [len(window) for window in batch.windows])
             del batch
+        done = memory.finish()
         system.drain()
         system.close()
-    return SimulatedRank(mesh.rank, memory.log, calls)
+    actions = [one for one in log.actions if one.step == log.number]
+    axis = axes.cutting("layers")
+    place = mesh.comm(axis).rank if axis in source.axes else 0
+    return SimulatedRank(mesh.rank, memory.log, calls, done, actions, tokens, place, schedule)
+
+
+def _schedule(system: Implementation, source: Source, windows: Sequence[int]) -> Schedule | None:
+    """The schedule of the one window of a step, if stages carry it out."""
+    stages = axes.parts(source.axes, "layers")
+    if stages == 1 or len(windows) != 1:
+        return None
+    return system.schedule(source.options, stages, windows[0])

@@ -1,0 +1,221 @@
+"""Machines that a simulated step is timed on: named ones (``machines.yaml``), and this one.
+
+``here`` is measured: products of matrices and copies by processes that all run at once, one a core,
+and collectives of two ranks by ``shardproof bench collectives``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from shardproof.costs.collectives import BACKEND
+from shardproof.errors import MachineError, Problem, SelectionError, nearest
+
+#: The machine that is measured.
+HERE = "here"
+_FILE = Path(__file__).with_name("machines.yaml")
+#: Rows and columns of the matrices that are multiplied, and bytes that are copied: no cache has
+#: room for the latter.
+_ROWS, _COPIED = 1024, 64 * 2**20
+#: Least seconds of one measurement of a rate, and how many of them there are.
+_SECONDS, _TIMES = 0.1, 5
+#: Bytes of the measured collectives, from those of a latency to those of a bandwidth.
+_SIZES = ("4KiB", "256KiB", "4MiB", "16MiB")
+_DTYPES = ("float32", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class Link:
+    """``bandwidth``: bytes/s one way of one GPU; ``latency``: seconds of one hop."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Figures of one GPU and of its links; ``machines.yaml`` says what each is.
+
+    ``node``: GPUs that share the links ``intra``; between nodes each has a link ``inter`` to
+    itself.
+    """
+
+    name: str
+    says: str
+    flops: Mapping[str, float]
+    matrix_share: float
+    attention_share: float
+    memory: float
+    bandwidth: float
+    bandwidth_share: float
+    gap: float
+    node: int
+    intra: Link
+    inter: Link
+    call: float
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of the data sheet in ``dtype``; of a dtype that it lacks, those of float32."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+    def seconds(self, flops: float, size: float, dtype: str, is_attention: bool = False) -> float:
+        """Seconds of an operator of so many ``flops`` in ``dtype`` that moves ``size`` bytes.
+
+        The roofline model (Williams et al., 2009): the slower of its arithmetic and its memory.
+        """
+        share = self.attention_share if is_attention else self.matrix_share
+        arithmetic = flops / (share * self.peak(dtype))
+        return max(arithmetic, size / (self.bandwidth_share * self.bandwidth))
+
+    def with_nodes(self, ranks: int) -> Machine:
+        """The same GPUs with ``ranks`` of them in a node.
+
+        :raises SelectionError: no number of ranks.
+        """
+        if ranks < 1:
+            raise SelectionError(Problem("a node has no ranks", "give --node 8", str(ranks)))
+        return replace(self, node=ranks)
+
+
+@cache
+def machines() -> Mapping[str, Machine]:
+    """Name -> machine, as in ``machines.yaml``."""
+    given = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+    found = {}
+    for name, keys in given.items():
+        intra, inter = (Link(**keys.pop(link)) for link in ("intra", "inter"))
+        found[name] = Machine(name=name, intra=intra, inter=inter, **keys)
+    return found
+
+
+def machine(name: str, node: int = 0) -> Machine:
+    """The machine called ``name``, with ``node`` ranks in a node (0: as many as it has).
+
+    :raises SelectionError: there is none; the nearest is named.
+    """
+    if name == HERE:
+        found = measured()
+    elif name in machines():
+        found = machines()[name]
+    else:
+        remedy = nearest(name, [*machines(), HERE], "machines")
+        raise SelectionError(Problem("unknown machine", remedy, name))
+    return found.with_nodes(node) if node else found
+
+
+# ------------------------------------------------------------------------------------ this machine
+
+
+@cache
+def measured() -> Machine:
+    """This machine, a core a rank: one node, whose links are those of its usual processes.
+
+    :raises MachineError: the measurement failed.
+    """
+    cores = len(os.sched_getaffinity(0))
+    rates = _rates(cores)
+    link = _link()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
+    # Shares are 1 and there is no gap: rates are those that were reached, calls of Python included.
+    return Machine(
+        name=HERE,
+        says=f"this machine, {cores} cores, measured",
+        flops={dtype: rates[dtype] for dtype in _DTYPES},
+        matrix_share=1.0,
+        attention_share=1.0,
+        memory=memory,
+        bandwidth=rates["bandwidth"],
+        bandwidth_share=1.0,
+        gap=rates["gap"],
+        node=cores,
+        intra=link,
+        inter=link,
+        call=0.0,
+    )
+
+
+def _rates(cores: int) -> dict[str, float]:
+    """FLOP/s by dtype, bytes/s of a copy and seconds of a small operator: of the slowest core."""
+    program = "from shardproof.simulate import machines; machines.print_rates()"
+    started = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(cores)
+    ]
+    told = [one.communicate()[0] for one in started]
+    if any(one.returncode for one in started):
+        raise MachineError("measuring this machine failed - name another one: --machine h100")
+    found: list[dict[str, float]] = [json.loads(text) for text in told]
+    slow = {name: min(one[name] for one in found) for name in (*_DTYPES, "bandwidth")}
+    return {**slow, "gap": max(one["gap"] for one in found)}
+
+
+def print_rates() -> None:
+    """Print the rates of one core as JSON; run in a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    found = {}
+    for dtype in _DTYPES:
+        left, right = (torch.ones(_ROWS, _ROWS, dtype=getattr(torch, dtype)) for _ in range(2))
+        found[dtype] = 2 * _ROWS**3 / _took(lambda a=left, b=right: a @ b)  # type: ignore[misc]
+    source, target = (torch.ones(_COPIED // 4) for _ in range(2))
+    found["bandwidth"] = 2 * _COPIED / _took(lambda: target.copy_(source))
+    few = torch.ones(8)
+    found["gap"] = _took(lambda: few.add_(1.0))
+    print(json.dumps(found))
+
+
+def _took(work: Callable[[], object]) -> float:
+    """Median seconds of ``work``."""
+    work()
+    return statistics.median(_each(work))
+
+
+def _each(work: Callable[[], object]) -> Iterator[float]:
+    for _ in range(_TIMES):
+        count, began = 0, time.perf_counter()
+        while (passed := time.perf_counter() - began) < _SECONDS:
+            work()
+            count += 1
+        yield passed / count
+
+
+def _link() -> Link:
+    """Alpha and beta of two ranks, as ``shardproof bench collectives`` fits them."""
+    with TemporaryDirectory() as folder:
+        sizes = [word for size in _SIZES for word in ("--bytes", size)]
+        words = ["bench", "collectives", "--world", "2", "--rounds", "3", "--algorithm", "ring"]
+        where = ["--results", str(Path(folder) / "run"), "--no-progress", "--json"]
+        command = [sys.executable, "-m", "shardproof", *words, *sizes, *where]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise MachineError(f"timing collectives failed ({why}) - name another: --machine h100")
+    return link_of(json.loads(done.stdout))
+
+
+def link_of(told: Mapping[str, Any]) -> Link:
+    """The link of the tables that ``shardproof bench collectives --json`` prints.
+
+    Of all operations of the backend itself the median: a link has one alpha and one beta.
+    """
+    tables: Sequence[Mapping[str, Any]] = told["tables"]
+    rows = [row for table in tables for row in table["rows"] if row.get("algorithm") == BACKEND]
+    alphas = [row["alpha us"] for row in rows if row.get("alpha us")]
+    rates = [row["1/beta GB/s"] for row in rows if row.get("1/beta GB/s")]
+    if not alphas or not rates:
+        raise MachineError("no collective was timed - name another machine: --machine h100")
+    return Link(statistics.median(rates) * 1e9, statistics.median(alphas) / 1e6)
