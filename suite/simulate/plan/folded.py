@@ -234,7 +234,9 @@ def peaks(
             ]
     began("all layers")
     whole = _traces(source, layers, source.work.micro_batches, ranks)
-    return [Peak(rank, one.peak, -(-layers // stages)) for rank, one in zip(ranks, whole, strict=True)]
+    return [
+        Peak(rank, one.peak, -(-layers // stages)) for rank, one in zip(ranks, whole, strict=True)
+    ]
 
 
 def _growth(
