@@ -210,6 +210,7 @@ def time_table(found: Mapping[str, StepTime], machine: Machine) -> Table:
         f"of a peak of {first.peak / 1e12:,.1f} TFLOP/s, in the dtype of most products",
         f"slowest simulated rank: {first.rank:,}; with all communication hidden: "
         + " or ".join(f"{one.least:,.4f}" for one in found.values()),
+        *([first.unknown] if first.unknown else []),
     ]
     columns = ("kernels", "seconds", "compute", "exposed", "idle", "tokens/s", "of peak")
     return Table(title, columns, rows, notes=notes, align="lrrrrrr")

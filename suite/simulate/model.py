@@ -118,7 +118,7 @@ class LatentAttention(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = {"": "attention", "core": "core"}
 
-    def __init__(self, shape: Shape, of: shapes.Latent, span: Span, place: Place) -> None:
+    def __init__(self, shape: Shape, of: shapes.LatentShape, span: Span, place: Place) -> None:
         super().__init__()
         self.of, h, heads = of, shape.hidden, shape.heads
         self.core = CoreAttention(span, shape.attention)
@@ -171,7 +171,7 @@ class Experts(nn.Module):
     How many there are follows from the parameters: a rank that holds some computes with these.
     """
 
-    def __init__(self, of: shapes.Mixture, width: int, place: Place) -> None:
+    def __init__(self, of: shapes.MixtureShape, width: int, place: Place) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.empty(of.experts, 2 * of.ffn, width, **place))
         self.down = nn.Parameter(torch.empty(of.experts, width, of.ffn, **place))
@@ -210,7 +210,7 @@ class Mixture(nn.Module):
     roles: ClassVar[Mapping[str, Role]] = {"router": "router", "experts": "expert"}
     load: Tensor
 
-    def __init__(self, shape: Shape, of: shapes.Mixture, place: Place) -> None:
+    def __init__(self, shape: Shape, of: shapes.MixtureShape, place: Place) -> None:
         super().__init__()
         self.of, device = of, place["device"]
         self.router = Linear(shape.hidden, of.experts, bias=False, **place)
@@ -294,7 +294,7 @@ class Patches(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = {"position": "positions"}
 
-    def __init__(self, shape: Shape, of: shapes.Image, span: Span, place: Place) -> None:
+    def __init__(self, shape: Shape, of: shapes.ImageShape, span: Span, place: Place) -> None:
         super().__init__()
         self.span, h = span, shape.hidden
         self.first = nn.Parameter(torch.empty(h, **place))

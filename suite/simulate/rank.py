@@ -45,12 +45,12 @@ class SimulatedRank:
     rank: int
     log: MemoryLog
     calls: list[list[traffic.LoggedCall]]
-    groups: int = 0
     work: Work = field(default_factory=Work)
     actions: Sequence[program_order.Done] = ()
     tokens: int = 0
     place: int = 0
     schedule: Schedule | None = None
+    groups: int = 0
 
 
 #: Most times that ranks are simulated until they agree on the numbers by which they decide.
@@ -181,7 +181,7 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
     axis = axes.cutting("layers")
     place = mesh.comm(axis).rank if axis in source.axes else 0
     return SimulatedRank(
-        mesh.rank, memory.log, calls, groups, done, actions, tokens, place, schedule
+        mesh.rank, memory.log, calls, done, actions, tokens, place, schedule, groups
     )
 
 

@@ -48,6 +48,7 @@ from shardproof.simulate.work import Operator
 #: ``eager``: each operator is a kernel; ``fused``: those between two products are one.
 Kernels = Literal["eager", "fused"]
 KERNELS: tuple[Kernels, ...] = ("eager", "fused")
+_NO_BUBBLE = "no schedule is announced, so the time that stages wait for each other is missing"
 #: Backward computes two products for each of forward (PaLM, arXiv 2204.02311, appendix B).
 _BOTH_WAYS = 3
 
@@ -60,7 +61,7 @@ class StepTime:
     all calls, hidden ones included.  ``least``: the step if calls hid behind compute wherever they
     can.  ``flops``: of the rank, with what it computes again; ``model_flops``: of a mean rank,
     three times those of its forwards; ``peak``: FLOP/s of the data sheet in the dtype of most
-    products.  ``tokens``: of all ranks together.
+    products.  ``tokens``: of all ranks together.  ``unknown``: what the seconds lack, in words.
     """
 
     rank: int
@@ -75,6 +76,7 @@ class StepTime:
     peak: float
     tokens: int
     world: int
+    unknown: str = ""
 
     @property
     def share_of_peak(self) -> float:
@@ -125,6 +127,7 @@ def step_seconds(
         peak=machine.peak(last.dtype),
         tokens=last.made.tokens * axes.size(mesh, axes.sharing(mesh)),
         world=math.prod(mesh.values()),
+        unknown=_NO_BUBBLE if schedule is None and axes.parts(mesh, "layers") > 1 else "",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a simulated rank computes: the operators of its last step, in program order.
+"""The operators that a simulated rank computes in its last step, in program order.
 
 Each has its floating-point operations, by torch's own formulas, and the bytes that it reads and
 writes.  It stands at the number that the rank's log would give to the next event, so that calls,
@@ -65,7 +65,7 @@ _LOOKS_UP = ("embedding", "index_select", "gather", "index", "slice_backward", "
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is known of an operator: its formula of FLOPs, and which arguments it changes."""
+    """The formula of an operator's FLOPs, and what it reads and changes."""
 
     formula: Callable[..., Any] | None
     changes: tuple[int, ...]

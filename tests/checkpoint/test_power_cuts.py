@@ -145,6 +145,7 @@ class WritesTheManifestInPlace(Recorder):
             super().rename(old, new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [NeverSyncsFiles, NeverSyncsFolders, WritesTheManifestInPlace])
 def test_the_replay_finds_what_was_forgotten(
     fault: Callable[[Path], Recorder], tmp_path: Path

@@ -20,9 +20,9 @@ from shardproof.cases.runner import run_cases
 from shardproof.costs import shapes
 from shardproof.costs.accounting import accounting_of
 from shardproof.costs.model import JUDGED
-from shardproof.costs.shapes import BatchSize, Shape
+from shardproof.costs.shapes import BatchSize, Shape, activations
 from shardproof.errors import SelectionError
-from shardproof.estimate import activations, figures, own
+from shardproof.estimate import figures, own
 from shardproof.estimate.command import memory_of
 from shardproof.estimate.counted import Forward
 from shardproof.workloads.gpt import Block

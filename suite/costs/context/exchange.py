@@ -75,7 +75,7 @@ class Exchange:
             found.append((queries, pairs, size, ITEMSIZE[self.facts.compute(weight.dtype)]))
         return found
 
-    @property
+    @cached_property
     def backwards(self) -> int:
         """How often a micro-batch goes backward: 0 in a step in which the head learns alone."""
         return int(any(map(self.facts.is_reached, self.facts.heads)))

@@ -33,7 +33,7 @@ USUAL = "reference/fsdp"
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixtureShape:
     """Experts in place of the MLP of each layer but the first ``dense`` ones.
 
     A token chooses ``top_k`` of ``experts`` gated MLPs of width ``ffn``; ``shared`` more take every
@@ -50,7 +50,7 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Latent:
+class LatentShape:
     """Attention whose queries, and whose keys and values, go through vectors of the widths
     ``query`` and ``kv`` (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
@@ -66,7 +66,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class Image:
+class ImageShape:
     """Inputs of ``side`` x ``side`` pixels, cut into squares of ``patch`` x ``patch``; one class
     for each.  ``vocab`` counts classes, and a position in front of the patches stands for them all.
     """
@@ -77,7 +77,7 @@ class Image:
 
 
 #: Keys of ``models.yaml`` that hold keys themselves.
-_NESTED = {"mixture": Mixture, "latent": Latent, "image": Image}
+_NESTED = {"mixture": MixtureShape, "latent": LatentShape, "image": ImageShape}
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class Shape:
     dropout: bool = False
     attention: str = "flash"
     rounded: bool = False
-    mixture: Mixture | None = None
-    latent: Latent | None = None
-    image: Image | None = None
+    mixture: MixtureShape | None = None
+    latent: LatentShape | None = None
+    image: ImageShape | None = None
 
     @property
     def kv(self) -> int:
@@ -120,7 +120,7 @@ class Shape:
         """Width of the MLP."""
         return self.ffn or 4 * self.hidden
 
-    def mixture_of(self, layer: int) -> Mixture | None:
+    def mixture_of(self, layer: int) -> MixtureShape | None:
         """The mixture of experts of ``layer``, where that has one."""
         return self.mixture if self.mixture and layer >= self.mixture.dense else None
 
@@ -292,7 +292,7 @@ def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "attention.out.weight", (shape.hidden, shape.hidden)
 
 
-def _latent(shape: Shape, of: Latent) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _latent(shape: Shape, of: LatentShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     h, heads = shape.hidden, shape.heads
     yield "attention.query_down.weight", (of.query, h)
     yield from _norm(shape, "attention.query_norm", of.query)
@@ -308,7 +308,7 @@ def _mlp(shape: Shape, name: str, width: int) -> Iterator[tuple[str, tuple[int, 
     yield f"{name}.down.weight", (shape.hidden, width)
 
 
-def _mixture(shape: Shape, of: Mixture) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mixture(shape: Shape, of: MixtureShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "mlp.router.weight", (of.experts, shape.hidden)
     for name, size in _mlp(shape, "mlp.experts", of.ffn):
         yield name.removesuffix(".weight"), (of.experts, *size)

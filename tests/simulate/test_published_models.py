@@ -15,7 +15,7 @@ from shardproof import registry
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.costs import CostModel, cost_model_of, shapes
 from shardproof.costs.model import JUDGED
-from shardproof.costs.shapes import BatchSize, Image, Latent, Mixture, Shape
+from shardproof.costs.shapes import BatchSize, ImageShape, LatentShape, MixtureShape, Shape
 from shardproof.simulate import figures
 from shardproof.simulate.model import ShapeModel
 from shardproof.simulate.rank import SimulatedRank, simulate
@@ -101,15 +101,15 @@ def test_the_three_forms_of_deepseek_v3_are_those_of_its_report() -> None:
 # ------------------------------------------------------------------------------- simulated ranks
 
 MIXED = Shape("mixed", layers=2, hidden=32, heads=4, kv_heads=2, vocab=61, seq=16, mlp="swiglu",
-              norm="rms", mixture=Mixture(8, 2, 24, shared=1, dense=1))  # fmt: skip
+              norm="rms", mixture=MixtureShape(8, 2, 24, shared=1, dense=1))  # fmt: skip
 NARROW = replace(
     MIXED,
     name="narrow",
-    latent=Latent(query=12, kv=8, content=8, rotary=4, value=6),
-    mixture=Mixture(8, 2, 24, shared=2, dense=1, balanced=True),
+    latent=LatentShape(query=12, kv=8, content=8, rotary=4, value=6),
+    mixture=MixtureShape(8, 2, 24, shared=2, dense=1, balanced=True),
 )
 IMAGES = Shape("images", layers=2, hidden=32, heads=4, vocab=10, seq=5, positions=5, bias="all",
-               image=Image(side=8, patch=4))  # fmt: skip
+               image=ImageShape(side=8, patch=4))  # fmt: skip
 
 
 class World(NamedTuple):
