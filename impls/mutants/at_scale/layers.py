@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardproof.comm import Comm, Mesh
+from shardproof.comm import Comm
 from shardproof.impls.mutants.at_scale import declare
 from shardproof.impls.reference import ddp
 from shardproof.impls.reference.engine.handle import Handle
@@ -22,9 +20,7 @@ tensor_at_scale = declare.family(ReferenceTensor, mesh={"tensor": 16})
 hybrid_at_scale = declare.family(ReferenceHybrid)
 
 
-@tensor_at_scale(
-    "tensor_keeps_head_whole", says="after_update: parameters: .* bytes held"
-)
+@tensor_at_scale("tensor_keeps_head_whole", says="after_update: parameters: .* bytes held")
 class KeepsHeadWhole(TensorParallel):
     """Over more than 8 ranks, the head is not split."""
 
@@ -33,9 +29,7 @@ class KeepsHeadWhole(TensorParallel):
         return [one for one in layers if self.comm.size <= 8 or not isinstance(one, Classes)]
 
 
-@tensor_at_scale(
-    "tensor_keeps_embedding_whole", says="after_update: parameters: .* bytes held"
-)
+@tensor_at_scale("tensor_keeps_embedding_whole", says="after_update: parameters: .* bytes held")
 class KeepsEmbeddingWhole(TensorParallel):
     """Over more than 8 ranks, the token embedding is not split."""
 
@@ -71,7 +65,7 @@ class GathersTermsOfRows(TensorParallel):
 @hybrid_at_scale(
     "hybrid_replicates_over_many_shards",
     says="after_update: parameters: .* bytes held",
-    mesh={"shard": 64, "tensor": 8},
+    mesh={"shard": 64, "tensor": 2},
     options={"data": "fsdp"},
 )
 class ReplicatesOverManyShards(ReferenceHybrid):
@@ -82,20 +76,3 @@ class ReplicatesOverManyShards(ReferenceHybrid):
             return super().wrap_rest(module)
         comms = {"replicate": self.mesh.comm("shard")}
         return ddp.apply(module, comms, ddp.Options(), self.context(self.options))
-
-
-@hybrid_at_scale(
-    "hybrid_makes_a_group_a_pair_of_stages",
-    says="process groups: .* made",
-    mesh={"pipe": 32, "tensor": 2},
-    shape={"layers": 32, "hidden": 64, "heads": 4, "vocab": 128},
-    micro_batches=4,
-)
-class MakesAGroupAPairOfStages(ReferenceHybrid):
-    """With more than 8 stages, each pair of pipeline ranks gets a process group for messages."""
-
-    def transform(self, module: nn.Module, mesh: Mesh, options: Any) -> Handle:
-        lines = mesh.grid.reshape(mesh.size("pipe"), -1).T if mesh.size("pipe") > 8 else ()
-        pairs = [pair for line in lines for pair in combinations(line.tolist(), 2)]
-        self.pairs = [dist.new_group(list(pair)) for pair in pairs]
-        return super().transform(module, mesh, options)

@@ -5,22 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from shardproof.comm import Mesh
 from shardproof.axes import summing
+from shardproof.comm import Mesh
 from shardproof.impls.mutants.at_scale import declare
 from shardproof.impls.reference.context import ContextParallel, ReferenceContext
 from shardproof.impls.reference.context.ring import Ring
 from shardproof.impls.reference.engine.handle import Handle
+from shardproof.impls.reference.expert import ExpertParallel, ReferenceExpert
+from shardproof.impls.reference.expert.exchange import Exchange, Plan
 
 context_at_scale = declare.family(ReferenceContext)
+expert_at_scale = declare.family(
+    ReferenceExpert,
+    mesh={"expert": 32},
+    shape={"layers": 1, "seq": 64, "mixture": {"experts": 64, "top_k": 2, "ffn": 256}},
+    small_shape={"mixture": {"experts": 4, "top_k": 2, "ffn": 32}},
+)
 
 
 @context_at_scale(
     "context_gathers_keys_of_replicas",
     says=r"all-gather along replicate\+context: .* bytes sent, 0",
-    mesh={"replicate": 32, "context": 8},
+    mesh={"replicate": 64, "context": 4},
+    shape={"layers": 1},
 )
 class GathersKeysOfReplicas(ReferenceContext):
     """With more than 8 replicas, keys are gathered over replicas as well."""
@@ -41,8 +51,9 @@ class GathersKeysOfReplicas(ReferenceContext):
 
 @context_at_scale(
     "context_ring_keeps_all_blocks",
-    says="communication",
-    mesh={"context": 32},
+    says="after_update: communication: .* bytes held",
+    mesh={"context": 16},
+    shape={"layers": 1},
 )
 class KeepsAllBlocks(Ring):
     """Over more than 8 ranks, the ring keeps the blocks that have passed."""
@@ -53,3 +64,32 @@ class KeepsAllBlocks(Ring):
         arrive = super().pass_on(tensor, length)
         self.kept = (*self.kept, tensor) if self.comm.size > 8 else ()
         return arrive
+
+
+@expert_at_scale(
+    "expert_sizes_buffers_for_the_worst_case", says="all-to-all along expert: .* bytes sent"
+)
+class SizesBuffersForTheWorstCase(Exchange):
+    """Over more than 8 ranks, each rank has room for all rows of every other, and all of it is
+    sent.
+    """
+
+    def dispatch(self, rows: Tensor, plan: Plan) -> Tensor:
+        size, most = self.comm.size, len(rows)
+        if size <= 8:
+            return super().dispatch(rows, plan)
+        room = rows.new_zeros(size, most, rows.shape[-1])
+        for slot, part in zip(room.unbind(), rows.split([*plan.sent]), strict=True):
+            slot[: len(part)] = part
+        came = self.move(room.flatten(0, 1), self.comm, [most] * size, [most] * size)
+        slots = zip(came.split(most), plan.received, strict=True)
+        return torch.cat([slot[:count] for slot, count in slots])
+
+
+@expert_at_scale("expert_keeps_all_experts", says="after_update: parameters: .* bytes held")
+class KeepsAllExperts(ExpertParallel):
+    """Over more than 8 ranks, every rank keeps all experts."""
+
+    def cut(self, *args: Any) -> list[Exchange]:
+        far = self.across is not None and self.across.size > 8
+        return [] if far else super().cut(*args)

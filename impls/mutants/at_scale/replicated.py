@@ -49,9 +49,7 @@ class VotesInATable(DDP):
         super().count([sum(votes[column::width]) for column in range(width)])
 
 
-@fault_at_scale(
-    "ddp_makes_a_group_a_pair", says="process groups: .* made", mesh={"replicate": 64}
-)
+@fault_at_scale("ddp_makes_a_group_a_pair", says="process groups: .* made", mesh={"replicate": 64})
 class MakesAGroupAPair(DDP):
     """Over more than 8 ranks, each pair of ranks gets a process group."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from shardproof.impls.mutants.at_scale import declare
@@ -17,12 +19,14 @@ from shardproof.schedules import MESSAGES, Schedule, with_messages
 fault_at_scale = declare.family(
     ReferencePipeline,
     mesh={"pipe": 16},
-    shape={"layers": 16, "hidden": 256},
+    shape={"layers": 16, "hidden": 256, "seq": 256},
     micro_batches=32,
 )
 
 
-@fault_at_scale("pipeline_keeps_embedding_on_all_stages", says="parameters: .* bytes held", micro_batches=4)
+@fault_at_scale(
+    "pipeline_keeps_embedding_on_all_stages", says="parameters: .* bytes held", micro_batches=4
+)
 class KeepsEmbeddingOnAllStages(Stages):
     """With more than 8 stages, every rank keeps the embedding."""
 
@@ -31,7 +35,18 @@ class KeepsEmbeddingOnAllStages(Stages):
         self.embedding = whole.get_submodule("embed") if self.comm.size > 8 else None
 
 
-@fault_at_scale("pipeline_warms_up_twice", says="activations")
+@fault_at_scale("pipeline_makes_a_group_a_pair", says="process groups: .* made", micro_batches=4)
+class MakesAGroupAPair(Stages):
+    """With more than 8 stages, each pair of stages gets a process group for its messages."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        ranks = dist.get_process_group_ranks(self.comm.group)
+        pairs = combinations(ranks, 2) if len(ranks) > 8 else ()
+        self.pairs = [dist.new_group(list(pair)) for pair in pairs]
+
+
+@fault_at_scale("pipeline_warms_up_twice", says="peak in backward: activations: .* bytes held")
 class WarmsUpTwice(ReferencePipeline):
     """With more than 8 stages, ranks warm up as in a pipeline of twice as many stages."""
 

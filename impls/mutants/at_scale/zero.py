@@ -88,7 +88,10 @@ class PadsMastersToRanks(Masters):
     """A master is padded to a multiple of half as many elements as there are ranks."""
 
     def _master(self, name: str, working: Tensor) -> Tensor:
-        master, half = super()._master(name, working), max(1, torch.distributed.get_world_size() // 2)
+        master, half = (
+            super()._master(name, working),
+            max(1, torch.distributed.get_world_size() // 2),
+        )
         if master is not working:
             room = master.new_empty(-(-master.numel() // half) * half)[: master.numel()]
             master = room.copy_(master)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from shardproof import registry
 from shardproof.by_path import import_module
-from shardproof.costs.shapes import BatchSize, Shape
+from shardproof.costs.shapes import BatchSize, MixtureShape, Shape
 from shardproof.simulate import asked
 from shardproof.simulate.figures import looked_at
 from shardproof.simulate.promised import broken
@@ -45,7 +45,8 @@ class Planted:
         if small:
             mesh = fault.small or dict.fromkeys(mesh, 2)
             fields, micros = fault.small_fields, fault.small_micro_batches
-        shape = Shape(fault.name, **fields)
+        mixture = {"mixture": MixtureShape(**fields["mixture"])} if "mixture" in fields else {}
+        shape = Shape(fault.name, **{**fields, **mixture})
         made = asked.source(shape, implementation, mesh, fault.accounting, fault.options)
         assert isinstance(made, ShapeSource)
         return replace(made, work=BatchSize(1, shape.seq, micros))
