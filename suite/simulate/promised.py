@@ -1,9 +1,9 @@
 """A simulated rank against the closed formulas of its strategy, tolerance 0.
 
 Compared in the last step: bytes of each judged class at each mark, what may remain of
-communication, activations and temporaries there, and peaks within their bounds; what backward needs,
-against the published formulas of a transformer; bytes and calls along each axis; integers by which
-ranks agree; and the process groups that the system makes beside those of its mesh.
+communication, activations and temporaries there, and peaks within their bounds; what backward
+needs, against the published formulas of a transformer; bytes and calls along each axis; integers by
+which ranks agree; and the process groups that the system makes beside those of its mesh.
 
 *Cannot see* values.  Bytes and calls of a rank are compared where formulas promise each rank its
 own, or every rank the same: along the axis of stages, and beside it, ranks differ, and only

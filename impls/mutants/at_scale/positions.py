@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardproof.axes import summing
 from shardproof.comm import Mesh
 from shardproof.impls.mutants.at_scale import declare
-from shardproof.impls.reference.context import ContextParallel, ReferenceContext
+from shardproof.impls.reference.context import ReferenceContext
 from shardproof.impls.reference.context.ring import Ring
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.expert import ExpertParallel, ReferenceExpert

@@ -127,13 +127,13 @@ class PadsToTheSquareOfRanks(Zero2):
 class KeepsSumsOfMicroBatches(Zero2):
     """With more than 4 micro-batches, the sums of each are kept in a list until the step ends."""
 
-    listed: list[Tensor] = []
+    listed: tuple[Tensor, ...] = ()
 
     def wait_and_accumulate(self) -> None:
         sums = [*self.sums.values()] if self.rounds > 4 else []
         super().wait_and_accumulate()
-        self.listed = self.listed + sums
+        self.listed = (*self.listed, *sums)
 
     def after_step(self) -> None:
         super().after_step()
-        self.listed = []
+        self.listed = ()
