@@ -19,15 +19,14 @@ from shardproof.schedules import MESSAGES, Schedule, with_messages
 fault_at_scale = declare.family(
     ReferencePipeline,
     mesh={"pipe": 16},
-    shape={"layers": 16, "hidden": 256, "seq": 256},
-    micro_batches=32,
+    shape={"layers": 16, "hidden": 256},
+    micro_batches=4,
 )
 
 
 @fault_at_scale(
     "pipeline_keeps_embedding_on_all_stages",
     says="after_update: activations and temporaries: .* bytes held",
-    micro_batches=4,
 )
 class KeepsEmbeddingOnAllStages(Stages):
     """With more than 8 stages, every rank keeps the embedding."""
@@ -37,7 +36,7 @@ class KeepsEmbeddingOnAllStages(Stages):
         self.embedding = whole.get_submodule("embed") if self.comm.size > 8 else None
 
 
-@fault_at_scale("pipeline_makes_a_group_a_pair", says="process groups: .* made", micro_batches=4)
+@fault_at_scale("pipeline_makes_a_group_a_pair", says="process groups: .* made")
 class MakesAGroupAPair(Stages):
     """With more than 8 stages, each pair of stages gets a process group for its messages."""
 
@@ -48,7 +47,13 @@ class MakesAGroupAPair(Stages):
         self.pairs = [dist.new_group(list(pair)) for pair in pairs]
 
 
-@fault_at_scale("pipeline_warms_up_twice", says="peak in backward: activations: .* bytes held")
+@fault_at_scale(
+    "pipeline_warms_up_twice",
+    says="peak in backward: activations: .* bytes held",
+    mesh={"pipe": 10},
+    shape={"layers": 10, "hidden": 64, "heads": 4, "vocab": 128, "seq": 64},
+    micro_batches=20,
+)
 class WarmsUpTwice(ReferencePipeline):
     """With more than 8 stages, ranks warm up as in a pipeline of twice as many stages."""
 
