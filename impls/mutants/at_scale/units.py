@@ -72,6 +72,7 @@ class KeepsLargeEmbeddingsWhole(KeepsWhole, Zero3):
 @fsdp_at_scale(
     "fsdp_keeps_small_units_whole",
     says="after_update: parameters: .* bytes held",
+    shape={"hidden": 512},
 )
 class KeepsSmallUnitsWhole(KeepsWhole, FSDP):
     """A unit with fewer than 1,024 elements a rank is not sharded."""
@@ -99,7 +100,11 @@ class KeepsOffsetsIn32Bits(FSDP):
                     del flat.parts[name], flat.targets[name]
 
 
-@fsdp_at_scale("fsdp_sums_small_units_whole", says="reduce-scatter along shard: .* bytes sent")
+@fsdp_at_scale(
+    "fsdp_sums_small_units_whole",
+    says="reduce-scatter along shard: .* bytes sent",
+    shape={"hidden": 512},
+)
 class SumsSmallUnitsWhole(FSDP):
     """A unit with fewer than 1,024 elements a rank is summed by an all-reduce."""
 
