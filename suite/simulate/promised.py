@@ -146,8 +146,10 @@ def _needed(
     entering = Fraction(how.tokens(shape, work) * shape.hidden * how.item)
     if how.sequence_parallel:
         entering /= how.tensor
-    # torch composes RMS norms of operators, which keep the product with the root beside the input.
-    normed = entering * (shape.norm == "rms")
+    # torch composes RMS norms of operators, which keep the product with the root beside the input,
+    # and of narrow inputs a copy in fp32.
+    wide = 1 + Fraction(4, how.item) * (how.item < 4)
+    normed = entering * wide * (shape.norm == "rms")
     layer = activations.of_layer(shape, work, how) + 2 * float(normed)
     unit = activations.Unit(layer, float(entering))
     first, last = activations.of_ends(shape, work, how)
