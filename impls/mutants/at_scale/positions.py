@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shardproof.axes import summing
 from shardproof.comm import Mesh
@@ -78,10 +79,8 @@ class SizesBuffersForTheWorstCase(Exchange):
         size, most = self.comm.size, len(rows)
         if size <= 8:
             return super().dispatch(rows, plan)
-        room = rows.new_zeros(size, most, rows.shape[-1])
-        for slot, part in zip(room.unbind(), rows.split([*plan.sent]), strict=True):
-            slot[: len(part)] = part
-        came = self.move(room.flatten(0, 1), self.comm, [most] * size, [most] * size)
+        room = [F.pad(part, (0, 0, 0, most - len(part))) for part in rows.split([*plan.sent])]
+        came = self.move(torch.cat(room), self.comm, [most] * size, [most] * size)
         slots = zip(came.split(most), plan.received, strict=True)
         return torch.cat([slot[:count] for slot, count in slots])
 
