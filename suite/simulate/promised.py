@@ -19,7 +19,7 @@ from fractions import Fraction
 from shardproof import axes, registry
 from shardproof.checks.traffic import CONTROL_BYTES, CONTROL_BYTES_A_NAME, axis_of
 from shardproof.costs import CostModel, Flow, NoCostModel, cost_model_of, schedules, shapes, stages
-from shardproof.costs.model import JUDGED, VOTE_BYTES
+from shardproof.costs.model import JUDGED
 from shardproof.costs.shapes import activations
 from shardproof.ledgers.memory.summary import PHASES
 from shardproof.simulate.rank import SimulatedRank
@@ -87,10 +87,8 @@ def _held(model: CostModel, made: SimulatedRank) -> Iterator[str]:
             size = wanted.get(kind, 0) + host.get(kind, 0)
             if kind not in unjudged and held[kind] != size:
                 yield f"{point}: {_named(kind)}: {held[kind]:,} bytes held, {size:,} promised"
-        if (limit := model.communication_at_rest(rank, step)) is None:
-            # Replicas: buckets are gradients by then, and votes remain.
-            limit = VOTE_BYTES * (1 + len(model.facts.parameters))
-        yield from _above(f"{point}: communication", held["communication"], limit)
+        if (limit := model.communication_at_rest(rank, step)) is not None:
+            yield from _above(f"{point}: communication", held["communication"], limit)
         if (limit := model.unclassified_limit(rank, step)) is not None:
             rest = held["activations"] + held["temporary"]
             yield from _above(
@@ -160,13 +158,17 @@ def _needed(
     place, lie = facts.place(rank, axes.cutting("layers")), stages.stages_of(facts)
     own = lie.of(place)
     form = schedules.FORMS.get(stages.schedule_name(facts.options) or "")
-    flying = form and form.held(schedules.Setting(ranks, work.micro_batches, len(own)), place)
+    if form is None:
+        return None
+    flying = form.held(schedules.Setting(ranks, work.micro_batches, len(own)), place)
     if flying is None:
         return None
     most = max(len(lie.units[stage]) for stage in own)
     kept = activations.of_units(first, [unit] * most, 0, how.recompute)
     ends = last * (len(lie.units) - 1 in own)
-    return Fraction(flying * kept.by_forward + kept.peak - kept.by_forward + ends)
+    # Each micro-batch keeps the stage's output as well, from which its backward begins.
+    begun = flying * (kept.by_forward + float(entering))
+    return Fraction(begun + kept.peak - kept.by_forward + ends)
 
 
 def _sent(model: CostModel, made: SimulatedRank) -> Iterator[str]:

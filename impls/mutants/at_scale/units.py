@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from abc import abstractmethod
+from typing import Any
 
 from torch import Tensor
 
@@ -39,15 +39,17 @@ class PrefetchesByRanks(Zero3):
 class KeepsWhole(WrappedModel):
     """Some layouts stay whole between steps, and are gathered in place after an update."""
 
-    keeps: ClassVar[Callable[[FlatShard], bool]]
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.kept = [flat for flat in self.flats if type(self).keeps(flat)]
+        self.kept = [flat for flat in self.flats if self.keeps(flat)]
         for flat in self.kept:
             flat.parameters.gather()
             flat.parameters.wait()
             flat.parameters.is_resident = True
+
+    @abstractmethod
+    def keeps(self, flat: FlatShard) -> bool:
+        """Whether ``flat`` stays whole."""
 
     def after_update(self) -> None:
         """Gather what is kept."""
@@ -64,7 +66,8 @@ class KeepsWhole(WrappedModel):
 class KeepsLargeEmbeddingsWhole(KeepsWhole, Zero3):
     """A unit of more than 2^29 elements, as an embedding and a head make it, is not sharded."""
 
-    keeps = staticmethod(lambda flat: flat.layout.numel > 2**29)
+    def keeps(self, flat: FlatShard) -> bool:
+        return flat.layout.numel > 2**29
 
 
 @fsdp_at_scale(
@@ -75,7 +78,8 @@ class KeepsLargeEmbeddingsWhole(KeepsWhole, Zero3):
 class KeepsSmallUnitsWhole(KeepsWhole, FSDP):
     """A unit with fewer than 1,024 elements a rank is not sharded."""
 
-    keeps = staticmethod(lambda flat: flat.layout.shard_numel < FEW)
+    def keeps(self, flat: FlatShard) -> bool:
+        return flat.layout.shard_numel < FEW
 
 
 @fsdp_at_scale(
@@ -91,7 +95,8 @@ class KeepsOffsetsIn32Bits(FSDP):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        for flat in self.flats if self.shards is not None else ():
+        assert self.shards is not None
+        for flat in self.flats:
             start, _ = flat.layout.shard_range(self.shards.rank)
             for name, part in [*flat.parts.items()]:
                 if in_32_bits(start + part.offset) < 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -109,7 +109,7 @@ class Judge:
         return self._parents[key]
 
 
-def sentences(source: ShapeSource, accounting: str) -> Sequence[str]:
+def sentences(source: ShapeSource, accounting: str) -> list[str]:
     """The promises that the ranks at the ends of each axis break; an error ends with its own."""
     try:
         with warnings.catch_warnings():
