@@ -172,7 +172,7 @@ def _of_batches(job: Job, plan: Candidate, fits: _Fits, rejected: Rejected) -> I
 def meshes(job: Job, along: Sequence[str]) -> Iterator[dict[str, int]]:
     """All meshes of so many ``along`` axes: what other axes leave lies on the last data axis."""
     limits = {a: job.node if n == _NODE else n for a, n in combined()["most"].items()}
-    data = [axis for axis in axes.sharing(along)]
+    data = list(axes.sharing(along))
     others = [axis for axis in along if axis not in data]
     layers = axes.cutting("layers")
     for sizes in itertools.product(

@@ -16,6 +16,7 @@ simulation with one more says by how many bytes the peak then grows, such as a l
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,10 @@ from shardproof.simulate.sources import ShapeSource
 
 #: Fewest layers a stage that a fold begins with, and the most.
 _FIRST, _LAST = 1, 2
+#: Layers times micro-batches of a rank that are run whole where they do not fold.
+_SHORT = 32
+#: Parts that one layer adds to a run of one phase, and lengths of one that are tried.
+_MOST_PARTS, _LENGTHS = 12, 3
 #: Bytes by which one more micro-batch may raise a peak: losses and counts, no tensor of a layer.
 _MOST_GROWTH = 1024
 
@@ -114,22 +119,44 @@ def insertions(few: Sequence[Event], more: Sequence[Event]) -> tuple[Insertion, 
 
     :raises DoesNotFold: there are no such parts.
     """
-    found, at, other = list[Insertion](), 0, 0
-    while other < len(more):
-        same = _alike(few, at, more, other)
-        at, other = at + same, other + same
-        left = len(more) - other - (len(few) - at)
-        if not left:
-            break
-        # The part that lets most of the rest agree; parts repeat, so several may.
-        count = max(range(1, left + 1), key=lambda n: (_alike(few, at, more, other + n), -n))
-        found.append(Insertion(at, tuple(more[other : other + count])))
-        other += count
-        if at < len(few) and not _alike(few, at, more, other):
+    #     few    F F F | B B | F F F | B B       runs of one phase: those of a micro-batch; a layer
+    #     more   F F F F F | B B B B | ...       more makes each of them longer, none more
+    own, other = _runs(few), _runs(more)
+    if [phase for phase, _ in own] != [phase for phase, _ in other]:
+        raise DoesNotFold("one more layer changes the order of phases")
+    found, at = list[Insertion](), 0
+    for (_, short), (_, long) in zip(own, other, strict=True):
+        parts = _inserted(short, long)
+        if parts is None:
             raise DoesNotFold("one more layer changes what the others allocate")
-    if at + _alike(few, at, more, other) != len(few):
-        raise DoesNotFold("one more layer takes allocations away")
+        found += [Insertion(at + place, events) for place, events in parts]
+        at += len(short)
     return tuple(found)
+
+
+def _runs(events: Sequence[Event]) -> list[tuple[str, list[Event]]]:
+    grouped = itertools.groupby(events, key=lambda event: event.phase)
+    return [(phase, list(of)) for phase, of in grouped]
+
+
+def _inserted(
+    few: Sequence[Event], more: Sequence[Event], at: int = 0, other: int = 0, parts: int = 0
+) -> list[tuple[int, tuple[Event, ...]]] | None:
+    """Place and events of each part that ``more`` has in addition; ``None``: it has others."""
+    same = _alike(few, at, more, other)
+    at, other = at + same, other + same
+    left = len(more) - other - (len(few) - at)
+    if left < 0 or (left == 0 and at < len(few)) or parts > _MOST_PARTS:
+        return None
+    if left == 0:
+        return []
+    # Parts repeat, so several lengths agree for a while: those first that agree longest.
+    longest = sorted(range(1, left + 1), key=lambda n: (-_alike(few, at, more, other + n), n))
+    for count in longest[:_LENGTHS]:
+        rest = _inserted(few, more, at, other + count, parts + 1)
+        if rest is not None:
+            return [(at, tuple(more[other : other + count])), *rest]
+    return None
 
 
 def _alike(few: Sequence[Event], at: int, more: Sequence[Event], other: int) -> int:
@@ -165,7 +192,7 @@ class Warmed(ShapeSource):
     """A source whose steps before the last, which only make the optimizer's state, are short."""
 
     def batch(self, rank: int, step: int) -> Batch:
-        """The share of ``rank`` in ``step``: the fewest micro-batches a schedule takes, at first."""
+        """The share of ``rank`` in ``step``: one micro-batch at first, where there are no stages."""
         whole = super().batch(rank, step)
         if step == self.steps - 1 or axes.parts(self.axes, "layers") > 1:
             return whole
@@ -232,8 +259,11 @@ def peaks(
                 Peak(rank, one.peak(chunks_of - begin) + more, begin + 2)
                 for rank, one, chunks_of, more in zip(ranks, folds, own, growth, strict=False)
             ]
+    if not is_whole and min(enough, source.work.micro_batches) * layers // stages > _SHORT:
+        raise DoesNotFold("the log of few layers does not tell that of all; --exact runs them all")
     began("all layers")
-    whole = _traces(source, layers, source.work.micro_batches, ranks)
+    every = source.work.micro_batches if is_whole else few
+    whole = _traces(source, layers, every, ranks)
     return [
         Peak(rank, one.peak, -(-layers // stages)) for rank, one in zip(ranks, whole, strict=True)
     ]

@@ -6,7 +6,7 @@ Bytes      state: the coefficients of its cost model (``probe``), on the fuller 
 Seconds    products and attention on the roofline of the machine; other operators move each byte
            that backward needs :data:`_MOVED` times; the axis that cuts widths sums activations 2
            times a layer forward and 2 backward (Narayanan et al., arXiv 2104.04473, section 3.2);
-           a ring of positions passes keys and values on; collectives as in ``seconds.call_seconds``.
+           a ring of positions passes keys and values on; collectives: ``seconds``.
 Hidden     reductions of the data axes behind the backward of one micro-batch, gathers only where
            the strategy promises to overlap them; nothing in a pipeline, and nothing of other axes.
 Bubble     the closed form of the schedule (``costs/schedules``), or its order played on a clock.
@@ -271,7 +271,7 @@ class Formulas:
         """Seconds of a message to the next stage."""
         how = self._setting(plan)
         tokens = how.tokens(self.job.shape, BatchSize(plan.samples, self.job.positions))
-        size = tokens * self.job.shape.hidden * self.item
+        size = float(tokens * self.job.shape.hidden * self.item)
         size /= how.tensor if how.sequence_parallel else 1
         apart = self.job.gpus // plan.parts("layers")
         return message_seconds(size, 0, apart, self.machine)

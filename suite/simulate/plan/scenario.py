@@ -44,7 +44,7 @@ def scenario(job: Job, plan: Candidate, name: str) -> str:
             },
         },
         "matrix": {
-            "implementation": {"name": plan.implementation, "options": options},
+            "implementation": {"name": plan.implementation, "label": "plan", "options": options},
             "backend": combined()["scenario"]["backend"],
             "mesh": dict(plan.mesh),
             "optimizer": "adamw",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,8 @@ from shardproof.simulate.plan.candidates import Candidate, Job, Rejected, candid
 from shardproof.simulate.plan.formulas import Estimated, Formulas
 from shardproof.simulate.sources import ShapeSource
 
+#: Values of tensors steer the program.
+_UNABLE = (DataDependentOutputException, DynamicOutputShapeException)
 #: Candidates that are simulated for each that is to fit, at most.
 _TRIES = 3
 #: Simulations of one system and mesh that do not fit before another one is tried.
@@ -100,7 +103,7 @@ class _Simulating:
         self.found, self.show, self.began, self.is_whole = found, show, began, is_whole
         self._tries: dict[tuple[object, ...], int] = {}
         self._done = set[tuple[object, ...]]()
-        #: What cannot be simulated -> why: by what is in host memory, and whether positions are cut.
+        #: Kind of plan -> why it cannot be simulated.
         self._cannot: dict[tuple[object, ...], str] = {}
         #: Settings of recomputation -> how many times its estimate the last simulation needed.
         self._ratio: dict[object, float] = {}
@@ -128,33 +131,29 @@ class _Simulating:
     def _simulate(self, plan: Plan) -> None:
         one, found = plan.candidate, self.found
         fitting = f"{len(found.plans)} of {self.show} found"
+
+        def began(what: str) -> None:
+            self.began(f"{one.shown()}: {what}, {fitting}")
+
         try:
-            peaks = simulated(
-                found.job,
-                one,
-                lambda what: self.began(f"{one.shown()}: {what}, {fitting}"),
-                self.is_whole,
-            )
+            with warnings.catch_warnings():
+                # Of torch, at every rank: not about what the reader asked.
+                warnings.simplefilter("ignore")
+                peaks = simulated(found.job, one, began, self.is_whole)
         except Refused as error:
             found.rejected.add(f"{one.implementation} refuses: {error}", one)
             return
-        except (
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-            RuntimeError,
-            OSError,
-        ) as error:
+        except folded.DoesNotFold as error:
+            self._tries[one.group] = self._tries.get(one.group, 0) + 1
+            found.rejected.add(f"not simulated: {error}", one)
+            return
+        except (*_UNABLE, AttributeError, RuntimeError, OSError) as error:
             # Not a finding about memory: the same kind ends in the same way on every mesh.
             why = (str(error).splitlines() or [type(error).__name__])[0]
             reason = f"cannot be simulated, so it is only estimated ({why:.60})"
             self._cannot[_kind(one)] = reason
             found.estimated.append(plan)
             found.rejected.add(reason, one)
-            return
-        except AttributeError as error:
-            self._cannot[_kind(one)] = f"cannot be simulated, so it is only estimated ({error})"
-            found.estimated.append(plan)
-            found.rejected.add(self._cannot[_kind(one)], one)
             return
         found.simulated += 1
         plan = replace(plan, peaks=peaks)
