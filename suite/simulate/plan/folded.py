@@ -1,17 +1,16 @@
-"""The memory of a rank with many equal layers, to the byte, from simulations with few of them.
+"""The memory of a rank with many equal layers, from simulations of the same rank with few of them.
 
-A stage of 40 layers allocates and frees what one of 3 layers does, with parts of the log repeated.
-So the code runs with n, n + 1 and n + 2 layers a stage.  The first two give the parts that one more
-layer inserts; the third has to be reproduced event for event, or the fold is refused and all layers
-are run.  The log of all layers follows, and its peak:
+The code runs with n, n + 1 and n + 2 layers a stage.  A step is a row of *runs*, each of one phase
+(the forward of a micro-batch, its backward, the update); a layer more makes a run longer.  A moment
+inside of a run lies between its begin and its end: some layers are done, and the others are not.
+So what a layer adds to it is between what it adds to the begin and to the end, or to the peak:
 
-    n       A  f  B  b  C             events of a step, f and b of a layer's forward and backward
-    n + 1   A  f  f  B  b  b  C       insertions: f behind A f, b behind B b
-    L       A  f ... f  B  b ... b  C
+    bytes with L layers  <=  peak of the run with n + 2  +  (L - n - 2) x the largest of the three
 
-A part that is repeated adds the same bytes each time, so its peak is in its first or in its last
-repetition.  In the same way more micro-batches than :func:`enough` repeat what is there: a
-simulation with one more says by how many bytes the peak then grows, such as a loss for each.
+This is exact where the peak itself grows fastest, as it does wherever the end or the begin of a run
+is its peak, and a bound from above elsewhere: what is said to fit, fits.  All three must grow by
+the same bytes from n to n + 1 as to n + 2, or the law is refused.  In the same way more
+micro-batches than *enough* add losses: a simulation with more says how many bytes.
 """
 
 from __future__ import annotations
@@ -30,28 +29,21 @@ from shardproof.ledgers.memory.summary import PHASES
 from shardproof.simulate.rank import SimulatedRank, simulate
 from shardproof.simulate.sources import ShapeSource
 
-#: Fewest layers a stage that a fold begins with, and the most.
+#: Fewest layers a stage that the law begins with, and the most.
 _FIRST, _LAST = 1, 2
-#: Layers times micro-batches of a rank that are run whole where they do not fold.
+#: Layers times micro-batches of a rank that are run whole where the law does not hold.
 _SHORT = 32
-#: Parts that one layer adds to a run of one phase, and lengths of one that are tried.
-_MOST_PARTS, _LENGTHS = 12, 3
 #: Bytes by which one more micro-batch may raise a peak: losses and counts, no tensor of a layer.
 _MOST_GROWTH = 1024
 
 
-class Event(NamedTuple):
-    """``bytes`` more in ``phase``."""
+class Run(NamedTuple):
+    """Bytes that a rank holds when a run of one phase begins, at most, and when it ends."""
 
     phase: str
-    bytes: int
-
-
-class Insertion(NamedTuple):
-    """``events`` that one more layer adds in front of event ``at``."""
-
-    at: int
-    events: tuple[Event, ...]
+    begin: int
+    peak: int
+    end: int
 
 
 class DoesNotFold(ValueError):
@@ -60,129 +52,50 @@ class DoesNotFold(ValueError):
 
 @dataclass(frozen=True)
 class Trace:
-    """The counted events of a rank's last step; ``base``: bytes that it begins with."""
+    """The runs of a rank's last step."""
 
-    base: int
-    events: tuple[Event, ...]
+    runs: tuple[Run, ...]
 
     @property
     def peak(self) -> int:
         """Most bytes in a phase of the step."""
-        return Folded(self, (), 0).peak(0)
-
-
-@dataclass(frozen=True)
-class Folded:
-    """``trace`` of the fewest layers, and what every further layer inserts and adds to ``base``."""
-
-    trace: Trace
-    insertions: tuple[Insertion, ...]
-    base: int
-
-    def peak(self, more: int) -> int:
-        """Most bytes with so many ``more`` layers."""
-        level = most = self.trace.base + more * self.base
-        queue = list(self.insertions)
-        for number, event in enumerate((*self.trace.events, None)):
-            while queue and queue[0].at == number:
-                inner = highest = 0
-                for one in queue.pop(0).events:
-                    inner += one.bytes
-                    highest = max(highest, inner) if one.phase in PHASES else highest
-                if more:
-                    # The level moves by ``inner`` a time: the last time is highest, or the first.
-                    most = max(most, level + highest + max(0, (more - 1) * inner))
-                level += more * inner
-            if event is not None:
-                level += event.bytes
-                most = max(most, level) if event.phase in PHASES else most
-        return most
+        return max((run.peak for run in self.runs if run.phase in PHASES), default=0)
 
 
 def trace(log: MemoryLog, step: int) -> Trace:
-    """The events of ``step``; storages that are not the implementation's are not counted."""
+    """The runs of ``step``; storages that are not the implementation's are not counted."""
     kinds, sizes = log.classes(), dict[int, int]()
-    base, events = 0, list[Event]()
+    level, levels = 0, list[tuple[str, int, int]]()
     for index, size, phase, of_step in log.events:
         if index < 0 or kinds[index] is None or log.storages[index].device == FILE:
             continue
-        more, sizes[index] = size - sizes.get(index, 0), size
-        if of_step < step:
-            base += more
-        elif more:
-            events.append(Event(phase, more))
-    return Trace(base, tuple(events))
+        before, more = level, size - sizes.get(index, 0)
+        level, sizes[index] = level + more, size
+        if of_step == step and more:
+            levels.append((phase, before, level))
+    runs = []
+    for phase, found in itertools.groupby(levels, key=lambda event: event[0]):
+        own = list(found)
+        begin = own[0][1]
+        runs.append(Run(phase, begin, max(begin, *(at for _, _, at in own)), own[-1][2]))
+    return Trace(tuple(runs))
 
 
-def insertions(few: Sequence[Event], more: Sequence[Event]) -> tuple[Insertion, ...]:
-    """The parts of ``more`` that are not in ``few``, which has all others in the same order.
+def extended(traces: Sequence[Trace], more: int) -> int:
+    """Most bytes with so many ``more`` layers than the last of three traces has.
 
-    :raises DoesNotFold: there are no such parts.
+    :raises DoesNotFold: the second layer adds another number of bytes than the third.
     """
-    #     few    F F F | B B | F F F | B B       runs of one phase: those of a micro-batch; a layer
-    #     more   F F F F F | B B B B | ...       more makes each of them longer, none more
-    own, other = _runs(few), _runs(more)
-    if [phase for phase, _ in own] != [phase for phase, _ in other]:
+    if len({tuple(run.phase for run in one.runs) for one in traces}) > 1:
         raise DoesNotFold("one more layer changes the order of phases")
-    found, at = list[Insertion](), 0
-    for (_, short), (_, long) in zip(own, other, strict=True):
-        parts = _inserted(short, long)
-        if parts is None:
-            raise DoesNotFold("one more layer changes what the others allocate")
-        found += [Insertion(at + place, events) for place, events in parts]
-        at += len(short)
-    return tuple(found)
-
-
-def _runs(events: Sequence[Event]) -> list[tuple[str, list[Event]]]:
-    grouped = itertools.groupby(events, key=lambda event: event.phase)
-    return [(phase, list(of)) for phase, of in grouped]
-
-
-def _inserted(
-    few: Sequence[Event], more: Sequence[Event], at: int = 0, other: int = 0, parts: int = 0
-) -> list[tuple[int, tuple[Event, ...]]] | None:
-    """Place and events of each part that ``more`` has in addition; ``None``: it has others."""
-    same = _alike(few, at, more, other)
-    at, other = at + same, other + same
-    left = len(more) - other - (len(few) - at)
-    if left < 0 or (left == 0 and at < len(few)) or parts > _MOST_PARTS:
-        return None
-    if left == 0:
-        return []
-    # Parts repeat, so several lengths agree for a while: those first that agree longest.
-    longest = sorted(range(1, left + 1), key=lambda n: (-_alike(few, at, more, other + n), n))
-    for count in longest[:_LENGTHS]:
-        rest = _inserted(few, more, at, other + count, parts + 1)
-        if rest is not None:
-            return [(at, tuple(more[other : other + count])), *rest]
-    return None
-
-
-def _alike(few: Sequence[Event], at: int, more: Sequence[Event], other: int) -> int:
-    """How many events agree from these two places on."""
-    most, number = min(len(few) - at, len(more) - other), 0
-    while number < most and few[at + number] == more[other + number]:
-        number += 1
-    return number
-
-
-def fold(traces: Sequence[Trace]) -> Folded:
-    """The fold of three traces with one layer more each.
-
-    :raises DoesNotFold: the third is not what the first two tell.
-    """
-    first, second, third = traces
-    parts = insertions(first.events, second.events)
-    found = Folded(first, parts, second.base - first.base)
-    told, begin = list[Event](), 0
-    for part in parts:
-        told += [*first.events[begin : part.at], *part.events * 2]
-        begin = part.at
-    told += first.events[begin:]
-    if tuple(told) != third.events or third.base != first.base + 2 * found.base:
-        raise DoesNotFold("allocations of a third layer differ from those of the second")
-    return found
+    most = 0
+    for first, second, third in zip(*(one.runs for one in traces), strict=True):
+        grown = [c - b for b, c in zip(second[1:], third[1:], strict=True)]
+        if grown != [b - a for a, b in zip(first[1:], second[1:], strict=True)]:
+            raise DoesNotFold("the bytes of a second layer differ from those of a third")
+        if third.phase in PHASES:
+            most = max(most, third.peak + more * max(0, *grown))
+    return most
 
 
 # ------------------------------------------------------------------------------------ simulations
@@ -192,7 +105,7 @@ class Warmed(ShapeSource):
     """A source whose steps before the last, which only make the optimizer's state, are short."""
 
     def batch(self, rank: int, step: int) -> Batch:
-        """The share of ``rank`` in ``step``: one micro-batch at first, where there are no stages."""
+        """The share of ``rank``; without stages one micro-batch in all steps but the last."""
         whole = super().batch(rank, step)
         if step == self.steps - 1 or axes.parts(self.axes, "layers") > 1:
             return whole
@@ -247,17 +160,20 @@ def peaks(
     if not is_whole and not (extra and chunks > 1) and least > _FIRST + 2:
         for begin in range(_FIRST, _LAST + 1):
             three = [run(begin + n, few) for n in range(3)]
-            try:
-                folds = [fold([of[place] for of in three]) for place in range(len(ranks))]
-            except DoesNotFold:
-                continue
             growth = _growth(run, begin, few, source.work.micro_batches)
             if growth is None:
                 break
-            own = [least + (stage < extra) for stage in (0, stages - 1)]
+            own = [least + (stage < extra) for stage in (0, stages - 1)][: len(ranks)]
+            try:
+                sizes = [
+                    extended([of[place] for of in three], layers_of - begin - 2)
+                    for place, layers_of in enumerate(own)
+                ]
+            except DoesNotFold:
+                continue
             return [
-                Peak(rank, one.peak(chunks_of - begin) + more, begin + 2)
-                for rank, one, chunks_of, more in zip(ranks, folds, own, growth, strict=False)
+                Peak(rank, size + more, begin + 2)
+                for rank, size, more in zip(ranks, sizes, growth, strict=True)
             ]
     if not is_whole and min(enough, source.work.micro_batches) * layers // stages > _SHORT:
         raise DoesNotFold("the log of few layers does not tell that of all; --exact runs them all")
