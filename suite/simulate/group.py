@@ -8,6 +8,7 @@ was not simulated is taken to say what this one says (:class:`Hearsay`).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -129,7 +130,7 @@ class SimulatedGroup(GroupBase):
 
     backend_name = NAME
 
-    def _chunks(self, tensor: Tensor) -> list[Tensor]:
+    def _chunks(self, tensor: Tensor) -> Sequence[Tensor]:
         if not (isinstance(tensor, FakeTensor) and tensor.numel() and tensor.is_contiguous()):
             return super()._chunks(tensor)
         if tensor.numel() % self._size:
@@ -162,7 +163,9 @@ class SimulatedGroup(GroupBase):
             else:
                 tensor.copy_(hearsay.receive(peer, own, tensor))
 
-    def _answer(self, request: Request, given: list[Tensor], received: list[Tensor]) -> None:
+    def _answer(
+        self, request: Request, given: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> None:
         """Fill ``received``: in place by what ranks said, else as if all ranks had ``given``."""
         if request.operation in ("all_reduce", "broadcast"):
             (own,) = given
