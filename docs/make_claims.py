@@ -28,7 +28,7 @@ This page says which of 31 popular sentences are true, with the figure behind ea
 The command computes every figure with the formulas of `shardproof estimate`, runs the cases that
 measure some of them, plants the faults that take a sentence at its word, and prints this table.
 It ends with exit code 1 if a figure is not the one on this page. *wrong*: no figure agrees with the
-sentence; *true if*: some do; a figure agrees within 5 %. *open*: it takes simulation.
+sentence; *true if*: some do; a figure agrees within 5 %. *open*: this version cannot decide it.
 A16, A32, M18 and B8 are [accountings](estimate.md#accountings). Tables of papers are on
 [their own page](paper-tables.md).
 

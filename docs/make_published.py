@@ -1,9 +1,9 @@
-"""Generates the table of docs/published-measurements.md: published figures next to simulated ones.
+"""Generate the tables of docs/published-measurements.md: published and simulated figures.
 
     python docs/make_published.py                    # simulates all rows (minutes), writes the page
-    python docs/make_published.py --kept FILE.json   # resumes: rows in FILE are not simulated again
+    python docs/make_published.py --kept FILE.json   # resumes: does not simulate runs in FILE again
 
-A row whose deviation exceeds 5 % (memory) or 25 % (time) must give a reason, or nothing is written.
+If a row deviates by more than 5 % (memory) or 25 % (time) and gives no reason, nothing is written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardproof.simulate.sources import ShapeSource
 
 PAGE = Path(__file__).parent / "published-measurements.md"
 GIB = 2**30
-#: Deviations beyond which a row gives its reason.
+#: Deviations beyond which a row must give a reason.
 MEMORY, TIME = 0.05, 0.25
 
 _MPT = Shape("MPT", layers=32, hidden=4096, heads=32, vocab=50368, seq=2048, positions=2048,
@@ -49,7 +49,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Run:
-    """A training that is simulated: ``ranks`` of it, the fullest and the slowest of which count."""
+    """A training that is simulated as each of ``ranks``; its time is that of the slowest one."""
 
     shape: str
     implementation: str
@@ -96,7 +96,7 @@ class Run:
         counted = [figures.figures(one, self.mesh) for one in made]
         return {
             "bytes": [one.peak for one in counted],
-            # What a reason is read from: the largest of what is in memory at the peak.
+            # The largest storages at the peak, from which a reason is derived.
             "held": [list(map(str, each)) for each in counted[0].held[:12]],
             "ms": [1e3 * one.seconds for one in times.values()],
             "tokens": [one.tokens_per_second / one.world for one in times.values()],
@@ -144,10 +144,10 @@ RUNS: dict[str, Run] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure: of ``run``, less that of ``less`` where it is a difference.
+    """A published figure of ``run``, minus that of ``less`` if it is a difference.
 
-    ``unit``: GiB, ms, tokens/s, or fits: less than so many GB were enough.  ``place``: which of the
-    simulated ranks.
+    ``unit``: GiB, ms, tokens/s, or fits (the run fitted into so many GB).  ``place``: the index of
+    the simulated rank.
     """
 
     source: str
@@ -160,7 +160,7 @@ class Row:
     reason: str = ""
 
     def ours(self, found: Mapping[str, Any]) -> list[float]:
-        """Ours in the same unit; of times one figure for each way to make kernels."""
+        """Our figures in the same unit; times have one for each way to make kernels."""
         if self.unit in ("GiB", "fits"):
             size = found[self.run]["bytes"][self.place]
             size -= found[self.less]["bytes"][self.place] if self.less else 0
@@ -168,11 +168,11 @@ class Row:
         return list(found[self.run]["ms" if self.unit == "ms" else "tokens"])
 
     def deviations(self, found: Mapping[str, Any]) -> list[float]:
-        """Ours over theirs, less 1; of what fits: how much more than there is."""
+        """Ours over theirs, minus 1; positive for a row of unit ``fits`` that does not fit."""
         return [one / self.theirs - 1 for one in self.ours(found)]
 
     def needs_reason(self, found: Mapping[str, Any]) -> bool:
-        """Whether it deviates by more than is let pass without a reason."""
+        """Whether the row deviates by so much that it must give a reason."""
         off = self.deviations(found)
         if self.unit == "fits":
             return max(off) > 0
@@ -181,22 +181,23 @@ class Row:
 
 _KEEPS = (
     "ours keeps gathered sequences (Megatron-LM gathers again in backward), fp32 copies of the "
-    "inputs of norms and the output of SiLU (fused there): {} GiB; without these {}"
+    "inputs of norms, and the output of SiLU (fused there): {} GiB; without these {}"
 )
 _STAGE = (
-    "ours keeps fp32 copies of the inputs of norms and the output of SiLU: on the first stage 7.12 "
-    "GiB; without these -1.9 %"
+    "ours keeps fp32 copies of the inputs of norms, and the output of SiLU: 7.12 GiB on the first "
+    "stage; without these -1.9 % there"
 )
 _SLOW = (
-    "likely: products reach less than the best shape does, whose share of the peak the machine "
-    "has, and the host has no time of its own here; no profile is published to tell them apart"
+    "likely: real products reach a smaller share of the peak than the best shape, which sets our "
+    "share, and our host takes no time; no profile is published that separates the two"
 )
 _SIMUMAX = "SimuMax, Megatron-LM on 8 B200"
 _RESERVED = (
-    "ours peaks where backward begins, before there are gradients: 12 bytes a parameter differ; "
-    "theirs is reserved, which includes the blocks of gradients: 16 bytes differ by 14.0"
+    "likely: ours peaks where backward begins, before there are gradients: 12 bytes a parameter "
+    "differ; theirs is reserved memory, which includes gradients: 16 bytes a parameter would give "
+    "14.0"
 )
-_SELECTIVE = f"ours computes no operator again (theirs: chosen ones); {_SLOW}"
+_SELECTIVE = f"ours recomputes no operator (theirs recomputes chosen ones); {_SLOW}"
 _TITAN = "torchtitan, Llama-3.1 8B, H100"
 ROWS = [
     Row(_SIMUMAX, "tp8", "GiB", 28.286, "tp8", reason=_KEEPS.format("2.28", "-0.2 %")),
@@ -208,27 +209,27 @@ ROWS = [
         reason=_STAGE),
     Row(_SIMUMAX, "tp1 pp2 dp4, last stage", "GiB", 62.97, "pp2", place=1,
         reason=_STAGE),
-    Row(_SIMUMAX, "tp4 dp2 less tp8", "GiB", 39.072 - 28.286, "tp4", "tp8",
-        reason="the same three"),
-    Row(_SIMUMAX, "tp2 dp4 less tp4 dp2", "GiB", 60.680 - 39.072, "tp2", "tp4",
-        reason="the same three"),
+    Row(_SIMUMAX, "tp4 dp2 minus tp8", "GiB", 39.072 - 28.286, "tp4", "tp8",
+        reason="the same three kinds of tensors"),
+    Row(_SIMUMAX, "tp2 dp4 minus tp4 dp2", "GiB", 60.680 - 39.072, "tp2", "tp4",
+        reason="the same three kinds of tensors"),
     Row(_SIMUMAX, "tp8", "ms", 280.9, "tp8", reason=_SLOW),
     Row(_SIMUMAX, "tp8, 8 micro-batches", "ms", 556.7, "tp8 m8", reason=_SLOW),
     Row(_SIMUMAX, "tp4 dp2", "ms", 409.8, "tp4", reason=_SLOW),
     Row(_SIMUMAX, "tp2 dp4", "ms", 725.5, "tp2", reason=_SLOW),
     Row(_SIMUMAX, "tp1 pp2 dp4", "ms", 843.0, "pp2", reason=_SLOW),
-    Row(_TITAN, "FSDP 8 less FSDP 128, eager", "GiB", 15.4, "titan 8", "titan 128",
+    Row(_TITAN, "FSDP 8 minus FSDP 128, eager", "GiB", 15.4, "titan 8", "titan 128",
         reason=_RESERVED),
-    Row(_TITAN, "FSDP 8 less FSDP 128, compiled", "GiB", 15.0, "titan 8", "titan 128",
+    Row(_TITAN, "FSDP 8 minus FSDP 128, compiled", "GiB", 15.0, "titan 8", "titan 128",
         reason=_RESERVED),
     Row(_TITAN, "FSDP 8, eager", "tokens/s", 5762.0, "titan 8",
         reason=_SELECTIVE),
     Row(_TITAN, "FSDP 128, eager", "tokens/s", 5605.0, "titan 128",
         reason=_SELECTIVE),
-    Row("Megatron-LM golden values, A100", "tp1 pp1, less full recomputation", "GiB",
+    Row("Megatron-LM golden values, A100", "tp1 pp1, minus full recomputation", "GiB",
         (4673069568 - 2534070272) / GIB, "golden", "golden again",
-        reason="ours has no dropout, of which Megatron-LM keeps masks (1 byte a score: 0.4) and "
-        "outputs (2 bytes: 0.8)"),
+        reason="likely: ours has no dropout; Megatron-LM keeps its masks (1 byte a score: 0.4) and "
+        "its outputs (2 bytes: 0.8)"),
     Row("torchtune, Llama-3.2 3B, one A100", "packed", "GiB", 60.0, "tune"),
     Row("llm-foundry", "70B on 32 H100, micro-batch 2, checkpointing", "fits", 80.0, "mpt 70"),
     Row("llm-foundry", "7B on 8 H100, micro-batch 6", "fits", 80.0, "mpt 7"),
@@ -236,7 +237,7 @@ ROWS = [
 
 
 def table(rows: Sequence[Row], found: Mapping[str, Any]) -> str:
-    """The table of one unit or of several.
+    """The table of ``rows``.
 
     :raises ValueError: a row deviates and gives no reason.
     """
@@ -260,7 +261,7 @@ def table(rows: Sequence[Row], found: Mapping[str, Any]) -> str:
 
 
 def configurations() -> str:
-    """What was simulated for each row."""
+    """The table of the simulated configurations, with the rows that each serves."""
     lines = ["| rows | model | simulated as |", "|---|---|---|"]
     for name, run in RUNS.items():
         rows = "; ".join(dict.fromkeys(row.what for row in ROWS if name in (row.run, row.less)))
@@ -277,7 +278,7 @@ def put(text: str, name: str, generated: str) -> str:
 
 
 def kept(file: Path | None) -> dict[str, Any]:
-    """What ``file`` has of runs that were simulated before."""
+    """The runs in ``file`` that were simulated before, with the same configuration."""
     if file is None or not file.exists():
         return {}
     found: dict[str, Any] = json.loads(file.read_text())
@@ -285,7 +286,7 @@ def kept(file: Path | None) -> dict[str, Any]:
 
 
 def simulated(file: Path | None) -> dict[str, Any]:
-    """Every run, those in ``file`` as they are there."""
+    """The figures of every run; those in ``file`` are not simulated again."""
     found = kept(file)
     for name, run in RUNS.items():
         if name not in found:
@@ -297,7 +298,7 @@ def simulated(file: Path | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Simulate, and write the page."""
+    """Simulate the runs, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kept", type=Path, help="file with runs that were simulated before")
     warnings.simplefilter("ignore")

@@ -93,7 +93,7 @@ class Call:
     asynchronous: bool = False
 
 
-#: Makes the tensor that carries integers; a simulation, whose tensors have no values, has another.
+#: Makes the tensor that carries integers; a simulation replaces it, to keep their values.
 control: Callable[..., Tensor] = torch.tensor
 
 

@@ -37,7 +37,10 @@ OTHER_WORDS = {
     # a strategy, a family, a feature and an option
     "context": ("strategies.py", "costs/families.py", "coverage/features.py"),
     # a strategy, a family, and a role
-    "expert": ("strategies.py", "costs/families.py", "contract.py", "workloads/mixture.py"),
+    "expert": (
+        *("strategies.py", "costs/families.py", "contract.py", "workloads/mixture.py"),
+        *("costs/shapes", "simulate/model.py"),
+    ),
     # `shardproof run --shard`
     "shard": ("cluster/command.py", "commands/project.py"),
 }

@@ -1,4 +1,4 @@
-"""Words such as ``shard=8`` on the command line: options of a system, and sizes of axes."""
+"""Parse words such as ``shard=8`` on the command line: options of a system, and sizes of axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardproof.errors import Problem, SelectionError, nearest
 
 
 def assigned(given: Sequence[str], option: str, example: str) -> dict[str, Any]:
-    """Key to value of the words ``KEY=VALUE``; a value is JSON, or else a text.
+    """Key to value of the words ``KEY=VALUE``; a value that is not JSON is a text.
 
     ``option`` and ``example``: what the error names.
 
@@ -32,7 +32,7 @@ def assigned(given: Sequence[str], option: str, example: str) -> dict[str, Any]:
 
 
 def mesh(text: str) -> dict[str, Any]:
-    """Axis to its size, as written in ``shard=4,tensor=2``; whether sizes are numbers is not asked.
+    """Axis to its size, as written in ``shard=4,tensor=2``; the caller checks the sizes.
 
     :raises SelectionError: a word of another form, or no axis of a mesh.
     """

@@ -67,7 +67,9 @@ class Pipeline(Single):
         for shape in facts.shapes:
             hidden = facts.hidden[shape_key(shape)]
             for boundary, ends in boundaries:
-                yield from (StageMessage(hidden[boundary] * item, ends),) * 2 * copies
+                size = hidden[boundary] * item
+                both = StageMessage(size, ends), StageMessage(size, ends[::-1])
+                yield from both * copies
 
     def tied_messages(self) -> Iterator[StageMessage]:
         """The gradients that the ranks of a tied tensor send each other."""

@@ -2,8 +2,9 @@
 
 ``group`` is a process group that moves nothing, ``rank`` drives an implementation on it with both
 ledgers, ``sources`` says what is trained (``model``: published shapes; ``own``: a user's model),
-``figures`` adds up, ``compared`` holds simulated ranks against those of a stored run.  The package
-itself can be called::
+``figures`` adds up, ``promised`` compares ranks with the formulas of their strategy, ``compared``
+with the ranks of a stored run.  ``seconds`` times a step on one of ``machines``, ``picture`` draws
+its memory.  The package itself can be called::
 
     from shardproof import simulate
     print(simulate("mypackage.model:build", impl="pytorch/fsdp2", mesh={"shard": 64}))
@@ -17,7 +18,7 @@ from typing import Any
 
 
 class _Callable(ModuleType):
-    """A module that is also the function of its name: one word for people who import it."""
+    """A module that can be called as the function of the same name."""
 
     def __call__(self, model: Any, **named: Any) -> Any:
         from shardproof.simulate.calls import simulate

@@ -1,4 +1,4 @@
-"""What is asked to be simulated, checked: a system on a mesh, and what it trains."""
+"""Check a request for a simulation: the system, its mesh, and the model that it trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardproof.registry.declaration import BrokenContract, Declaration, missing
 from shardproof.simulate.own import OwnModel, OwnSource, refusal
 from shardproof.simulate.sources import ShapeSource
 
-#: Ranks of the largest mesh: a group of each axis is made for all of its ranks.
+#: Ranks of the largest mesh: the groups of every axis are made for all ranks.
 MOST_RANKS = 65_536
 
 
@@ -99,7 +99,7 @@ def mesh_of(
     """
     own = [axis for axis in axes.names() if axis in system.capabilities(options).axes]
     if not given:
-        what, example = "--mesh is missing", own[0] if own else "shard"
+        what, example = "--mesh is missing", (own or axes.names())[0]
         raise SelectionError(Problem(what, f"write the size of each axis: --mesh {example}=8"))
     for name, size in given.items():
         if name not in own:

@@ -82,7 +82,7 @@ def simulate(
     source.require_shared(accounting)
     try:
         with warnings.catch_warnings():
-            # Of torch, at every rank: not about what the reader asked.
+            # Warnings of torch would repeat at every rank; the user cannot act on them.
             warnings.simplefilter("ignore", FutureWarning)
             made = run(source, looked_at(source.axes))
     except Exception as error:

@@ -78,10 +78,10 @@ def simulate(
     ] = None,
     machine: Annotated[
         str,
-        typer.Option("--machine", metavar="NAME", help="a100, h100, h200, b200, or here: measured"),
+        typer.Option("--machine", metavar="NAME", help="a100, h100, h200, b200, here (measured)"),
     ] = "h100",
     node: Annotated[
-        int, typer.Option("--node", min=0, help="ranks in a node (0: GPUs of the machine's nodes)")
+        int, typer.Option("--node", min=0, help="ranks in a node (0: the machine's own number)")
     ] = 0,
     plot: Annotated[
         Path | None,
@@ -90,7 +90,7 @@ def simulate(
     against: Annotated[
         Path | None,
         typer.Option(
-            "--against", metavar="RUN", help="simulate the cases of this run, and compare each"
+            "--against", metavar="RUN", help="simulate the cases of this run, and compare"
         ),
     ] = None,
     faults: Annotated[
@@ -115,11 +115,11 @@ def simulate(
     The ranks at the ends of each axis are simulated, and the fullest is shown; --json has all of
     them. `shardproof estimate` computes bytes from formulas instead (docs/simulate.md).
 
-    What a rank holds and sends is compared with the formulas of its strategy, tolerance 0. Exit
+    Each rank is compared with the formulas of its strategy, tolerance 0: bytes held and sent. Exit
     code 1: a promise is broken.
 
-    Seconds are those of a model of --machine: the roofline of each operator, and alpha-beta times
-    of calls, of which those hide that compute does not wait for. --plot draws bytes by class.
+    Seconds come from a model of --machine: a roofline for each operator, latency and bandwidth for
+    each call. A call is hidden while compute does not wait for it. --plot draws bytes by class.
 
     --against compares the bytes and calls of each rank of a stored run with those of the same rank
     simulated. Exit code 1: one differs; 3: no case can be compared.
@@ -159,7 +159,7 @@ def simulate(
 
     ranks = figures.looked_at(source.axes)
     if rank is not None:
-        # What a stage receives its neighbours tell; other ranks need nobody.
+        # A stage receives numbers from its neighbours; without stages a rank runs alone.
         stages = axes.parts(source.axes, "layers")
         ranks = sorted({*ranks, rank}) if stages > 1 else [rank]
     on = machines.machine(machine, node)
@@ -168,7 +168,7 @@ def simulate(
     if rank is not None:
         made = [one for one in made if one.rank == rank]
     found = [figures.figures(one, source.axes) for one in made]
-    wrong = _promises(source, made, accounting)
+    wrong, left_out = _promises(source, made, accounting)
     most = max(found, key=lambda each: each.peak)
     shown = " x ".join(f"{axis} {size:,}" for axis, size in source.axes.items())
     title = f"{source.name} on {shown}, {impl}: rank {most.rank:,}"
@@ -177,37 +177,38 @@ def simulate(
     console = make_console()
     if is_json():
         exact = *figures.exact_tables(found), figures.exact_time_table(times, on)
-        for table in (*exact, figures.broken_table(wrong or [])):
+        for table in (*exact, figures.broken_table(wrong), figures.left_out_table(left_out)):
             console.print(table)
         raise typer.Exit(BROKEN if wrong else HELD)
     console.print(figures.memory_table(title, most, _notes(source, found, accounting)))
     console.print(figures.held_table(most))
     console.print(figures.traffic_table(most))
     console.print(figures.time_table(times, on))
-    if wrong is None:
-        print_line(console, f"no bytes are promised of {impl}: simulated, not judged")
-    elif wrong:
+    if wrong:
         console.print(figures.broken_table(wrong))
-        raise typer.Exit(BROKEN)
-    else:
-        print_line(console, f"as promised: memory and traffic of {number(len(made), 'rank')}")
+    judged = [part for part in ("memory", "traffic") if part not in left_out]
+    if judged and not wrong:
+        print_line(console, f"{' and '.join(judged)} as promised: {number(len(made), 'rank')}")
+    if left_out:
+        print_line(console, f"not judged, no formula for one rank: {', '.join(left_out)}")
+    raise typer.Exit(BROKEN if wrong else HELD)
 
 
 def _promises(
     source: ShapeSource | OwnSource, made: Sequence[SimulatedRank], accounting: str
-) -> list[str] | None:
-    """The promises that ranks break; ``None``: there are none."""
+) -> tuple[list[str], list[str]]:
+    """The promises that ranks break, and what of memory and traffic is not judged."""
     from shardproof.costs import NoCostModel
-    from shardproof.simulate.promised import broken
+    from shardproof.simulate.promised import broken, not_judged
     from shardproof.simulate.sources import ShapeSource
 
-    if not isinstance(source, ShapeSource):
-        return None  # formulas need the roles of a model's layers
-
     try:
-        return broken(source, made, accounting)
+        # Formulas need the roles of a model's layers.
+        if isinstance(source, ShapeSource):
+            return broken(source, made, accounting), not_judged(source, made, accounting)
     except NoCostModel:
-        return None
+        pass
+    return [], ["memory", "traffic"]
 
 
 def _draw(file: Path, title: str, made: SimulatedRank) -> None:
@@ -240,8 +241,8 @@ def _notes(source: ShapeSource | OwnSource, found: Sequence[Any], accounting: st
         least = min(found, key=lambda each: each.peak)
         most = max(found, key=lambda each: each.peak)
         other = f"rank {least.rank:,} needs least, {least.peak / 1e9:,.3f} GB"
-        told = other if least.peak < most.peak else "all need as much"
-        notes.append(f"of {len(found)} simulated ranks {told}; --rank N shows another")
+        told = other if least.peak < most.peak else "all need the same"
+        notes.append(f"{len(found)} ranks were simulated: {told}; --rank N shows another")
     return notes
 
 
@@ -316,7 +317,7 @@ def _simulated(source: ShapeSource | OwnSource, ranks: Sequence[int]) -> list[Si
 
     try:
         with warnings.catch_warnings():
-            # Of torch, at every rank: not about what the reader asked.
+            # Warnings of torch would repeat at every rank; the user cannot act on them.
             warnings.simplefilter("ignore", FutureWarning)
             return run(source, ranks, began)
     except Exception as error:

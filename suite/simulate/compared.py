@@ -1,8 +1,8 @@
-"""Simulated equals real, to the byte: the ranks of a stored case against the same ranks simulated.
+"""Compare the ranks of a stored case with the same ranks simulated, to the byte.
 
 Compared at every step of a rank: bytes of each class at each mark, peaks of each phase, and the
 calls in their order with their bytes.  Tolerance 0.  Bytes are compared where the run has them
-(check ``memory``), on backends whose memory is exact: the threads of gloo free late.
+(check ``memory``), on backends whose memory is exact: threads of gloo free tensors late.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from shardproof.backends import BACKENDS
@@ -33,16 +34,18 @@ from shardproof.simulate.sources import CaseSource
 from shardproof.table import Table, grouped, number
 from shardproof.verdicts import BROKEN, GREEN, HELD, NOT_DECIDED, kind
 
-#: What a value decides, a fake tensor cannot.
+#: Errors of torch where a program needs the values of a fake tensor.
 _STEERED = (DataDependentOutputException, DynamicOutputShapeException)
-#: Differences of a case that are printed.
+_SUITE = Path(__file__).parents[1]
+#: Most differences of a case that are printed.
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One case: how many ``figures`` were compared, in sentences those that differ, why the case
-    was skipped, or the error that ended its simulation.
+    """One case: how many ``figures`` were compared, and a sentence for each that differs.
+
+    ``skip``: why the case was not compared; ``error``: what ended its simulation.
     """
 
     case: str
@@ -59,12 +62,12 @@ def unlike(case: Case) -> str:
     if case.loads_from or case.reload_at is not None:
         return "it loads a checkpoint"
     if case.thaws:
-        return "it freezes parameters for evaluations"
+        return "it evaluates a frozen model before each step"
     return ""
 
 
 def unready(result: CaseResult) -> str:
-    """Why ``result`` has no ranks to compare with (empty: it has)."""
+    """Why ``result`` has no ranks to compare (empty: it has)."""
     case = result.case
     if not case.steps:
         return "it trains nothing"
@@ -106,7 +109,7 @@ def compare(case: Case, records: Sequence[RankRecord]) -> Compared:
     except _STEERED as error:
         return Compared(case.id, 0, (), _steering(error))
     except RuntimeError as error:
-        # torch swaps fakes in a module that is moved, which it refuses while a graph uses them.
+        # Module.to swaps fake parameters, which torch refuses while a graph uses them.
         if "Couldn't swap" not in str(error):
             raise
         return Compared(case.id, 0, (), "it moves modules (Module.to), which fake tensors forbid")
@@ -114,6 +117,8 @@ def compare(case: Case, records: Sequence[RankRecord]) -> Compared:
         for compared, what in _pairs(made, record, exact):
             count += compared
             wrong += [f"rank {record.rank}: {what}"] if what else []
+    if not count:
+        return Compared(case.id, 0, (), "it makes no calls, and its bytes were not measured")
     return Compared(case.id, count, wrong)
 
 
@@ -123,11 +128,11 @@ def _told(error: Exception) -> str:
 
 
 def _steering(error: Any) -> str:
-    """Which operator reads values, and the innermost file of the suite or of a user that asks."""
+    """The operator that reads values, and the innermost file of suite or user that calls it."""
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    asks = next(
-        file for file in reversed(frames) if not {"torch", "ledgers", "simulate"} & {*file.parts}
-    )
+    around = (Path(torch.__file__).parent, _SUITE / "ledgers", _SUITE / "simulate")
+    own = (f for f in reversed(frames) if not any(map(f.is_relative_to, around)))
+    asks = next(own, frames[-1])
     what = str(error.func).removeprefix("aten.").removesuffix(".default")
     return f"values of tensors steer it ({what} in {asks.name})"
 
@@ -136,7 +141,7 @@ def _pairs(made: SimulatedRank, record: RankRecord, exact: bool) -> Iterator[tup
     ours, theirs = _rows(summary(made.log)), _rows(record.memory)
     for key in sorted({*ours, *theirs}) if record.memory and exact else ():
         a, b = ours.get(key, 0), theirs.get(key, 0)
-        yield 1, "" if a == b else f"{' '.join(map(str, key))}: {a} bytes simulated, {b} real"
+        yield 1, "" if a == b else f"{' '.join(map(str, key))}: {b} bytes real, {a} simulated"
     for step, calls in enumerate(made.calls):
         real = [_call(call) for call in record.calls_of(step) if call.phase != "observe"]
         mine = [_call(call) for call in calls if call.phase != "observe"]
@@ -145,12 +150,13 @@ def _pairs(made: SimulatedRank, record: RankRecord, exact: bool) -> Iterator[tup
             continue
         at = next((n for n, (a, b) in enumerate(zip(mine, real, strict=False)) if a != b), -1)
         pair = (mine[at], real[at]) if at >= 0 else (len(mine), len(real))
-        yield 1, f"step {step}, call {at}: {pair[0]} simulated, {pair[1]} real"
+        what = f"call {at}" if at >= 0 else "number of calls"
+        yield 1, f"step {step}, {what}: {pair[1]} real, {pair[0]} simulated"
 
 
-def _rows(rows: Sequence[MemoryRow]) -> dict[tuple[int, str, str, str], int]:
+def _rows(rows: Sequence[MemoryRow]) -> dict[tuple[int, str, str, str, str], int]:
     return {
-        (row.step, row.moment, row.where, row.kind): row.bytes
+        (row.step, row.moment, row.where, row.device, row.kind): row.bytes
         for row in rows
         if row.step >= 0 and (row.moment == "mark" or (row.moment, row.where) in _PEAKS)
     }
@@ -160,7 +166,8 @@ _PEAKS = [("peak", phase) for phase in PHASES]
 
 
 def _call(call: LoggedCall) -> tuple[object, ...]:
-    return call.operation, call.axis, call.dtype, call.payload_bytes, call.phase
+    size = call.payload_bytes, call.logical_bytes
+    return call.operation, call.axis, call.group, call.peer, call.dtype, *size, call.phase
 
 
 # ------------------------------------------------------------------------------------- whole runs
@@ -173,7 +180,7 @@ class _Cases(ProgressBar):
         return [progress.MofNCompleteColumn(), progress.TimeElapsedColumn()]
 
     def update(self, done: int, differ: int) -> None:
-        """So many cases are over."""
+        """Show that ``done`` cases are over, of which ``differ`` differ."""
         self._move(done, " cases", f"{differ} differ")
 
 

@@ -1,4 +1,4 @@
-"""The most that a simulated rank holds, the bytes that it sends in its last step, and tables."""
+"""Peak memory of a simulated rank, the bytes that it sends in its last step, and their tables."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shardproof.simulate.seconds import StepTime
 from shardproof.table import Table
 
 _ALL = "all"
-#: Lines of the table of the peak; the last one adds up all that have no line of their own.
+#: Named rows in the table of the peak; one more row adds up the rest.
 _MOST_NAMED = 8
 _AFTER = "after_update"
 
 
 class Held(NamedTuple):
-    """Storages that are alike: ``bytes`` of all ``storages`` together.
+    """Storages of one kind, operator and phase: ``bytes`` of all ``storages`` together.
 
     ``made_by``: the torch operator that made them; ``phase``: when it did.
     """
@@ -46,7 +46,7 @@ class Figures:
     """Bytes of one rank in its last step.
 
     ``peaks``: by phase and class, ``all`` for their sum at one moment.  ``kept``: by class, after
-    the update.  ``host``: of state that rests in host memory then, which the others do not count.
+    the update.  ``host``: state in host memory after the update, which the others do not count.
     ``sent`` and ``calls``: by operation, axis and phase.  ``held``: what is in memory at the peak.
     """
 
@@ -116,7 +116,7 @@ def _held(log: MemoryLog, step: int) -> list[Held]:
     for index, size in sizes.items():
         if size:
             storage = log.storages[index]
-            # Such as aten.empty.memory_format: the library, the operator, and its overload.
+            # A name such as aten.empty.memory_format: library, operator, overload.
             made_by = (*storage.operation.split("."), "")[1]
             groups.setdefault((str(kinds[index]), made_by, storage.phase), []).append(size)
     found = [Held(*key, len(of), sum(of)) for key, of in groups.items()]
@@ -189,7 +189,7 @@ def traffic_table(found: Figures) -> Table:
 
 
 #: How operators become kernels, in words.
-_KERNELS = {"eager": "one an operator", "fused": "fused between products"}
+_KERNELS = {"eager": "one per operator", "fused": "fused between products"}
 
 
 def time_table(found: Mapping[str, StepTime], machine: Machine) -> Table:
@@ -207,7 +207,7 @@ def time_table(found: Mapping[str, StepTime], machine: Machine) -> Table:
     title = f"Seconds of the step on {first.world:,} x {machine.name}, {machine.node} a node"
     notes = [
         machine.says,
-        f"of a peak of {first.peak / 1e12:,.1f} TFLOP/s, in the dtype of most products",
+        f"of peak: {first.peak / 1e12:,.1f} TFLOP/s, the peak in the dtype of most products",
         f"slowest simulated rank: {first.rank:,}; with all communication hidden: "
         + " or ".join(f"{one.least:,.4f}" for one in found.values()),
         *([first.unknown] if first.unknown else []),
@@ -237,6 +237,11 @@ def broken_table(wrong: Sequence[str]) -> Table:
     """Promises that ranks break, one a row."""
     rows = [tuple(text.split(": ", 1)) for text in wrong]
     return Table("Broken promises", ("rank", "problem"), rows)
+
+
+def left_out_table(parts: Sequence[str]) -> Table:
+    """Parts of memory and traffic that no formula judges."""
+    return Table("Not judged", ("part",), [(part,) for part in parts])
 
 
 def exact_tables(found: Sequence[Figures]) -> Iterator[Table]:

@@ -1,7 +1,7 @@
 """Functional collectives of torch, by which DTensor communicates, on tensors without values.
 
-Their kernel makes the result and calls the group.  Fakes get the result alone, from the rules for
-shapes, so the call is made here, with what the kernel gives it.
+Their kernel makes the result and calls the group.  For fake tensors torch computes only the shape
+of the result, so the call is made here, with the arguments that the kernel would pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-#: Makes a call of ``group`` from the arguments of an operator before its group, and its result.
+#: Makes a call of ``group`` from the operator's arguments before its group, and from its result.
 _Make = Callable[[Any, Sequence[Any], Any], Any]
 
 

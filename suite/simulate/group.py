@@ -1,10 +1,10 @@
 """A process group whose calls move nothing: one rank of any world runs by itself on fake tensors.
 
 Tensors without values stay as they are.  Known integers that are exchanged, such as counts of rows
-for experts, come back as if every rank had given this rank as much as it gives itself.  Real ones
-are numbers by which ranks decide together (``Comm.agree``).  They get what the ranks simulated so
-far have said in the same call; a rank that was not simulated is taken to say what this one says
-(:class:`Hearsay`).
+for experts, come back as if every rank had given this rank as much as it gives itself.  Tensors
+with values carry control numbers, by which ranks decide together (``Comm.agree``).  Their results
+use what the ranks simulated so far gave to the same call.  A rank that was not simulated is taken
+to give what this one gives (:class:`Hearsay`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NAME = "sim"
 
 #: A call of control numbers: the members of its group, and how many such calls came before it.
 Place = tuple[tuple[int, ...], int]
-#: Sender and receiver of a message of control numbers, and how many went before it.
+#: Sender and receiver of a message of control numbers, and how many came before it.
 Letter = tuple[int, int, int]
 #: Operation, reduction and root of such a call.
 _Kind = tuple[str, str | None, int]
 
 
 class Hearsay:
-    """The answers that simulated ranks gave in calls of control numbers."""
+    """Control numbers that simulated ranks gave to calls, and the answers that they got."""
 
     def __init__(self) -> None:
         self._said: dict[Place, dict[int, Tensor]] = {}
@@ -68,7 +68,7 @@ class Hearsay:
         self.guessed |= letter not in self._sent
         if given is None:
             raise LookupError(
-                f"rank {receiver} reads a message of rank {sender}, not simulated yet"
+                f"rank {receiver} waits for a message of rank {sender}, not simulated yet"
             )
         self._received[letter] = given
         return given
@@ -94,7 +94,7 @@ class Hearsay:
         own = said[rank]
         if operation == "broadcast":
             return said.get(root, own)
-        # Who was told something wrong may have said something else in its place.
+        # After a wrong answer a rank may have made another call at this place.
         alike = [words for words in said.values() if words.shape == own.shape]
         heard = torch.stack([*alike, *[own] * (size - len(alike))])
         if reduce == "sum":
@@ -103,7 +103,7 @@ class Hearsay:
 
     @property
     def is_settled(self) -> bool:
-        """Whether each rank was answered as all that were simulated would have it."""
+        """Whether each answer agrees with what all simulated ranks have given by now."""
         agreed = all(
             torch.equal(given, self._combined(place, rank, kind))
             for (place, rank), (kind, given) in self._answered.items()
@@ -114,15 +114,15 @@ class Hearsay:
         )
 
 
-#: That of the simulation under way.
+#: The answers of the simulation in progress.
 hearsay = Hearsay()
 
 
 class _Done(OwnHandle):
-    """A call is over as soon as it is made."""
+    """The handle of a call, which is over as soon as it is made."""
 
     def _settle(self, timeout: float | None) -> None:
-        """The result is there."""
+        """Return at once."""
 
     def is_completed(self) -> bool:
         """Always."""
@@ -130,7 +130,7 @@ class _Done(OwnHandle):
 
 
 class SimulatedGroup(GroupBase):
-    """The side of the one rank that runs."""
+    """The process group of the one rank that runs."""
 
     backend_name = NAME
 
@@ -151,33 +151,42 @@ class SimulatedGroup(GroupBase):
             for given, received in zip(request.inputs, request.outputs, strict=False):
                 if not any(isinstance(t, FakeTensor) for t in (*given, *received)):
                     self._answer(request, given, received)
-                for tensor in received:
+            if request.operation != "recv":
+                for tensor in (t for item in request.outputs for t in item):
                     forget(tensor)
             if request.method == "all_to_all_single":
                 self._exchange(*request.args[:2])
         return _Done(request)
 
     def _exchange(self, output: Tensor, given: Tensor) -> None:
-        """What each of the group sends here, if it is known what this rank sends itself."""
+        """Fill ``output`` with the integers of all members, if those of this rank are known."""
         values = given.constant if isinstance(given, FakeTensor) else None
         if values is not None and output.shape == given.shape and not len(given) % self._size:
             own = values.view(self._size, -1)[self._rank]
             tell(output, own.repeat(self._size).view(output.shape))
 
     def _pass_on(self, request: Request) -> None:
-        """Send or receive a message of control numbers; one without values only counts."""
+        """Send or receive a message of control numbers; one without values needs no transfer."""
         items = request.inputs if request.operation == "send" else request.outputs
         if request.operation not in ("send", "recv") or request.peer is None:
             return
         own, peer = self.global_ranks[self._rank], self.global_ranks[request.peer]
-        for tensor in (t for item in items for t in item if not isinstance(t, FakeTensor)):
+        for tensor in (t for item in items for t in item):
+            values = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+            if values is None:
+                continue
             if request.operation == "send":
-                hearsay.send(own, peer, tensor)
+                hearsay.send(own, peer, values)
+                continue
+            heard = hearsay.receive(peer, own, values)
+            if values is tensor:
+                tensor.copy_(heard)
             else:
-                tensor.copy_(hearsay.receive(peer, own, tensor))
+                forget(tensor)
+                tell(tensor, heard.clone())
 
     def _answer(self, request: Request, given: list[Tensor], received: list[Tensor]) -> None:
-        """Fill ``received``: in place by what ranks said, else as if all ranks had ``given``."""
+        """Fill ``received`` by what ranks said, or else as if all ranks had ``given``."""
         if request.operation in ("all_reduce", "broadcast"):
             (own,) = given
             own.copy_(hearsay.answer(self.global_ranks, self._rank, request, own))
@@ -216,7 +225,7 @@ class Simulated(Backend):
         announce_delayed_reduction()
         if NAME.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-        # Each rank of a real world asks the host for its name; nobody has to hear this one.
+        # No other rank would reach a barrier after the initialization.
         os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "0")
         dist.init_process_group(
             NAME,

@@ -1,10 +1,10 @@
 """Fake tensors as simulations need them: integers that a program makes itself keep their values.
 
-A fake tensor has no values.  But positions, orders of rows and numbers of ranks come from
+A fake tensor has no values.  Positions, orders of rows and numbers of ranks, however, come from
 ``torch.arange`` and literals, not from data, and programs read them back (``tolist``, ``nonzero``).
 :class:`FakeTensorMode` computes with a tensor that it knows as a constant; this one knows integers
-and truth values of the factories below as well, and of more than one element.  What data or
-messages write into such a tensor is unknown from then on.
+and truth values of the factories below as well, and of more than one element.  If data or a
+message are written into such a tensor, it becomes unknown.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAPPED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
 class Decided:
-    """What values would decide at the moment that ``log`` tells.
+    """Decisions that values would make at the current step of ``log``.
 
     ``is_finite(step)``: whether gradients are finite.
     """
@@ -55,7 +55,7 @@ class Decided:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, results are read."""
+        """Numbers that are read inside are results only."""
         self._reads = True
         try:
             yield
@@ -66,8 +66,8 @@ class Decided:
 class KnownIntegers(FakeTensorMode):
     """Fake tensors; integers of factories are constants.
 
-    A number that is only told, and decides nothing, is 0.  ``decided``: what values would decide;
-    ``None``: nothing.
+    A number that is only reported, and decides nothing, reads as 0.  ``decided``: what values would
+    decide; ``None``: nothing.
     """
 
     def __init__(self, decided: Decided | None) -> None:
@@ -77,9 +77,9 @@ class KnownIntegers(FakeTensorMode):
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run ``func`` on fakes."""
+        """Run ``func`` on fake tensors."""
         if func is torch.ops.aten.from_file.default:
-            # As much host memory, without values.
+            # A mapped file is simulated as host memory of the same size.
             size, dtype = kwargs["size"] if "size" in kwargs else args[2], kwargs["dtype"]
             made = torch.ops.aten.empty.memory_format
             tensor: Any = super().dispatch(made, types, ([size],), {"dtype": dtype})
@@ -89,7 +89,7 @@ class KnownIntegers(FakeTensorMode):
             if self.decided is not None and self.decided.reports:
                 return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
             if _filename(args[0].untyped_storage()):
-                return 1.0  # torch's optimizers keep one number there: how many steps they made
+                return 1.0  # torch's optimizers read one number there: the count of their steps
         known = [t for t in args if isinstance(t, FakeTensor) and t.constant is not None]
         if len(known) > 1 and _broadcast(known) > _MOST:
             # torch would compute the result before it sees that it is too large to keep.
@@ -137,9 +137,9 @@ def _finite(decided: Decided | None) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def known_integers(decided: Decided | None = None) -> Iterator[None]:
-    """Simulate inside."""
+    """Make tensors fake inside, with known integers."""
     most = patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST)
-    # No property of a storage can be set; by this one the ledger and a system know files.
+    # The ledger and systems ask a storage for its file, and the attribute cannot be set on one.
     mode = KnownIntegers(decided)
     files = patch.object(torch.UntypedStorage, "filename", property(_filename))
     with most, files, patch.object(Tensor, "isfinite", _finite(decided)), mode:

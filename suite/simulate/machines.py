@@ -1,6 +1,6 @@
 """Machines that a simulated step is timed on: named ones (``machines.yaml``), and this one.
 
-``here`` is measured: products of matrices and copies by processes that all run at once, one a core,
+``here`` is measured: matrix products and copies by processes that all run at once, one per core,
 and collectives of two ranks by ``shardproof bench collectives``.
 """
 
@@ -27,12 +27,12 @@ from shardproof.errors import MachineError, Problem, SelectionError, nearest
 #: The machine that is measured.
 HERE = "here"
 _FILE = Path(__file__).with_name("machines.yaml")
-#: Rows and columns of the matrices that are multiplied, and bytes that are copied: no cache has
-#: room for the latter.
+#: Rows and columns of the matrices that are multiplied, and bytes that are copied: more than fits
+#: into a cache.
 _ROWS, _COPIED = 1024, 64 * 2**20
 #: Least seconds of one measurement of a rate, and how many of them there are.
 _SECONDS, _TIMES = 0.1, 5
-#: Bytes of the measured collectives, from those of a latency to those of a bandwidth.
+#: Bytes of the measured collectives: small ones show the latency, large ones the bandwidth.
 _SIZES = ("4KiB", "256KiB", "4MiB", "16MiB")
 _DTYPES = ("float32", "bfloat16", "float64")
 
@@ -49,8 +49,8 @@ class Link:
 class Machine:
     """Figures of one GPU and of its links; ``machines.yaml`` says what each is.
 
-    ``node``: GPUs that share the links ``intra``; between nodes each has a link ``inter`` to
-    itself.
+    ``node``: GPUs that share the links ``intra``; between nodes each has a link ``inter`` of its
+    own.
     """
 
     name: str
@@ -68,13 +68,14 @@ class Machine:
     call: float
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of the data sheet in ``dtype``; of a dtype that it lacks, those of float32."""
+        """FLOP/s of the data sheet in ``dtype``; those of float32 if the sheet has no figure."""
         return self.flops.get(dtype, self.flops["float32"])
 
     def seconds(self, flops: float, size: float, dtype: str, is_attention: bool = False) -> float:
         """Seconds of an operator of so many ``flops`` in ``dtype`` that moves ``size`` bytes.
 
-        The roofline model (Williams et al., 2009): the slower of its arithmetic and its memory.
+        The roofline model (Williams et al., 2009): the time of its arithmetic or of its memory
+        traffic, whichever is longer.
         """
         share = self.attention_share if is_attention else self.matrix_share
         arithmetic = flops / (share * self.peak(dtype))
@@ -83,7 +84,7 @@ class Machine:
     def with_nodes(self, ranks: int) -> Machine:
         """The same GPUs with ``ranks`` of them in a node.
 
-        :raises SelectionError: no number of ranks.
+        :raises SelectionError: ``ranks`` is less than 1.
         """
         if ranks < 1:
             raise SelectionError(Problem("a node has no ranks", "give --node 8", str(ranks)))
@@ -121,7 +122,7 @@ def machine(name: str, node: int = 0) -> Machine:
 
 @cache
 def measured() -> Machine:
-    """This machine, a core a rank: one node, whose links are those of its usual processes.
+    """This machine as one node with a rank per core; its links are measured between two processes.
 
     :raises MachineError: the measurement failed.
     """
@@ -129,7 +130,7 @@ def measured() -> Machine:
     rates = _rates(cores)
     link = _link()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
-    # Shares are 1 and there is no gap: rates are those that were reached, calls of Python included.
+    # Shares are 1, because the measured rates were reached.  ``gap`` is a small operator's time.
     return Machine(
         name=HERE,
         says=f"this machine, {cores} cores, measured",
@@ -148,7 +149,7 @@ def measured() -> Machine:
 
 
 def _rates(cores: int) -> dict[str, float]:
-    """FLOP/s by dtype, bytes/s of a copy and seconds of a small operator: of the slowest core."""
+    """FLOP/s by dtype, bytes/s of a copy, seconds of a small operator; the slowest core's."""
     program = "from shardproof.simulate import machines; machines.print_rates()"
     started = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -210,7 +211,7 @@ def _link() -> Link:
 def link_of(told: Mapping[str, Any]) -> Link:
     """The link of the tables that ``shardproof bench collectives --json`` prints.
 
-    Of all operations of the backend itself the median: a link has one alpha and one beta.
+    It has the median over the backend's own operations: a link has one alpha and one beta.
     """
     tables: Sequence[Mapping[str, Any]] = told["tables"]
     rows = [row for table in tables for row in table["rows"] if row.get("algorithm") == BACKEND]

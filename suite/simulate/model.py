@@ -1,8 +1,8 @@
-"""The module of a published shape, without values: what a simulated rank trains.
+"""The module of a published shape, without values, which a simulated rank trains.
 
-Names and layers are those that ``estimate`` counts (``costs/shapes/``), so figures of both are
-of the same tensors.  Attention is one operator that keeps its inputs, its output and a number a row
-(``flash``, arXiv 2205.14135, algorithm 1), or keeps the matrix of scores as well (``math``).
+Names and layers are those that ``estimate`` counts (``costs/shapes/``), so both compute figures of
+the same tensors.  Attention is one operator that keeps its inputs, its output and one number a row
+(``flash``, arXiv 2205.14135, algorithm 1), or operators that keep the matrix of scores (``math``).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from shardproof.workloads.layers import (
 
 
 class _Flash(torch.autograd.Function):
-    """Attention whose backward computes the scores again: only shapes, no numbers."""
+    """Attention whose backward computes the scores again: shapes only, no values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         samples, heads, rows, _ = query.shape
-        # Row by row, as the product behind it reads it, and as wide as a value.
+        # The next product reads the output row by row; it is as wide as a value.
         out = query.new_empty(samples, rows, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
@@ -53,14 +53,14 @@ class _Flash(torch.autograd.Function):
 
 
 class CoreAttention(nn.Module):
-    """Attention of ``(samples, heads, rows, size)`` over keys and values of fewer heads."""
+    """Attention of ``(samples, heads, rows, size)``; keys and values may have fewer heads."""
 
     def __init__(self, span: Span, form: str) -> None:
         super().__init__()
         self.span, self.form = span, form
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The weighted values of each query, in its shape."""
+        """The weighted values of each query: ``(samples, heads, rows, size of a value)``."""
         if self.form == "flash":
             return _Flash.apply(query, key, value)
         shared = query.shape[1] // key.shape[1]
@@ -106,8 +106,8 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Self-attention of narrow vectors from which each head's parts are made (DeepSeek-V2, arXiv
-    2405.04434, section 2.1), as it is trained: keys and values of all heads are written out.
+    """Latent attention: each head's parts are made from narrow vectors (DeepSeek-V2, arXiv
+    2405.04434, section 2.1).  As in training, keys and values of all heads are written out.
 
         hidden --> query_down, query_norm --> query_up --> content | rotary         of each head
         hidden --> kv_down --+--> kv_norm --> kv_up -----> content | value          of each head
@@ -138,7 +138,7 @@ class LatentAttention(nn.Module):
         made = self.kv_up(self.kv_norm(latent)).view(samples, length, -1, of.content + of.value)
         content, value = made.split([of.content, of.value], -1)
         heads = content.shape[2]
-        # Every head has a copy of the shared part: operators of attention take whole keys.
+        # Operators of attention take whole keys, so every head gets a copy of the shared part.
         key = torch.cat([content, rotary.unsqueeze(2).expand(-1, -1, heads, -1)], -1)
         parts = (query.view(samples, length, heads, -1), key, value)
         attended = self.core(*(part.transpose(1, 2) for part in parts))
@@ -168,7 +168,7 @@ class Mlp(nn.Module):
 class Experts(nn.Module):
     """Gated MLPs of one shape, stacked along the first dimension.
 
-    How many there are follows from the parameters: a rank that holds some computes with these.
+    Their number follows from the parameters: a rank that holds some of them computes with these.
     """
 
     def __init__(self, of: shapes.MixtureShape, width: int, place: Place) -> None:
@@ -185,7 +185,7 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """The outputs of ``rows``, sorted by expert; ``sizes``: how many each has.
 
-        Equal sizes are one product for all experts, as kernels for groups of matrices compute it.
+        Experts of equal sizes compute in one product, as kernels for groups of matrices do.
         """
         if len({*sizes}) == 1:
             stacked = rows.view(len(sizes), sizes[0], rows.shape[-1])
@@ -203,8 +203,8 @@ class Mixture(nn.Module):
     """A router and experts; every choice is carried out.
 
     Scores have no values here, so the choices are given: those of all tokens go through the experts
-    in turn, and each expert has as many rows as the next one.  Real routers are trained towards
-    that.  Where the shape has balancing biases, ``load`` counts the choices of each expert.
+    in turn, and every expert gets the same number of rows.  Real routers are trained towards that.
+    If the shape has balancing biases, ``load`` counts the choices of each expert.
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"router": "router", "experts": "expert"}
@@ -288,8 +288,8 @@ class Embed(nn.Module):
 
 
 class Patches(nn.Module):
-    """Patches of images ``(samples, channels, side, side)`` behind a vector that stands for the
-    whole image, and their learned positions: ``(samples, 1 + patches, width)``.
+    """A vector that stands for the whole image, then the patches of ``(samples, channels, side,
+    side)``, plus learned positions: ``(samples, 1 + patches, width)``.
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"position": "positions"}

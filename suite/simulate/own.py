@@ -1,14 +1,15 @@
-"""A model of the user's own as what simulated ranks train.
+"""A model of the user's own, which simulated ranks train.
 
     # mypackage/model.py
     def build():
-        return Net()                                            # --seq N: it takes tokens
-        return Net(), torch.empty(8, 3, 224, 224)               # what one micro-batch takes
+        return Net()                                            # with --seq N: it takes tokens
+        return Net(), torch.empty(8, 3, 224, 224)               # the inputs of one micro-batch
         return OwnWorkload(model=Net, loss=loss, batch=pairs)   # as for `shardproof check`
 
-``build`` is called on fake tensors, once for each rank and once for a trial, so no memory is taken
-for values.  Unless an ``OwnWorkload`` says otherwise, the loss is the cross-entropy over the last
-dimension of the outputs, and units are the repeated blocks of the module.
+``build`` is called on fake tensors, so values take no memory: several times for each rank, and for
+a trial before the first one.  Unless an ``OwnWorkload`` says otherwise, the loss is the
+cross-entropy over the last dimension of the outputs, and units are the repeated blocks of the
+module.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def _is_ours(file: Path) -> bool:
 
 @dataclass(frozen=True)
 class OwnModel:
-    """What ``make`` gives, called on fake tensors: one of :data:`_FORMS`.
+    """A model: ``make``, called on fake tensors, returns one of :data:`_FORMS`.
 
-    ``inputs``: those of one micro-batch, where ``make`` gives none.
+    ``inputs``: the inputs of one micro-batch, if ``make`` returns none.
     """
 
     name: str
@@ -83,9 +84,9 @@ class OwnModel:
     inputs: Tensor | None = None
 
     def given(self) -> tuple[Any, OwnWorkload | None, Tensor | None]:
-        """A fresh module, the workload that it is of, and inputs that stand next to it.
+        """A fresh module, its workload if it has one, and the inputs that ``make`` returned.
 
-        :raises SelectionError: ``make`` gives something else.
+        :raises SelectionError: ``make`` returns something else.
         """
         made, inputs = self.make(), self.inputs
         if isinstance(made, OwnWorkload):
@@ -98,7 +99,7 @@ class OwnModel:
             what = f"{self.name} returned neither a module nor a workload"
             raise SelectionError(Problem(what, f"return {_FORMS}", f"{made!r:.60}"))
         if inputs is not None and not isinstance(inputs, Tensor):
-            what = f"{self.name} returned inputs that are no tensor"
+            what = f"{self.name} returned inputs that are not a tensor"
             remedy = "let forward take one tensor, and return (module, TENSOR)"
             raise SelectionError(Problem(what, remedy, type(inputs).__name__))
         return made, None, inputs
@@ -107,7 +108,7 @@ class OwnModel:
 def model_at(path: str) -> OwnModel:
     """The model at ``package.module:name`` or ``file.py:name``.
 
-    :raises SelectionError: it cannot be imported, or is no model.
+    :raises SelectionError: it cannot be imported, or is not a model.
     """
     try:
         found = by_path.at_path(path)
@@ -118,7 +119,7 @@ def model_at(path: str) -> OwnModel:
 
 
 def own_model(found: Any, name: str = "", inputs: Any = None) -> OwnModel:
-    """``found``, a module, a workload, or a function or class that gives one.
+    """The model ``found``: a module, a workload, or a function or class that returns one.
 
     :raises SelectionError: it is nothing of the kind.
     """
@@ -126,16 +127,16 @@ def own_model(found: Any, name: str = "", inputs: Any = None) -> OwnModel:
     if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
         (inputs,) = inputs
     if inputs is not None and not isinstance(inputs, Tensor):
-        what, remedy = "inputs= is no tensor", "let forward take one, and give inputs=TENSOR"
+        what, remedy = "inputs= is not a tensor", "let forward take one, and give inputs=TENSOR"
         raise SelectionError(Problem(what, remedy, type(inputs).__name__))
     if isinstance(found, nn.Module):
-        # Of a compiled module the one that it was made from.
+        # A compiled module keeps the original one, which runs on fake tensors.
         original = getattr(found, "_orig_mod", found)
         return OwnModel(name, lambda: _without_values(original), inputs)
     if isinstance(found, OwnWorkload):
         return OwnModel(name, lambda: found)
     if not callable(found):
-        what, remedy = f"{name} is no model", f"name a function that returns {_FORMS}"
+        what, remedy = f"{name} is not a model", f"name a function that returns {_FORMS}"
         raise SelectionError(Problem(what, remedy, f"{found!r:.60}"))
     return OwnModel(name, found, inputs)
 
@@ -157,8 +158,8 @@ def _like(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def _placed(module: nn.Module, dtype: torch.dtype, device: str) -> nn.Module:
-    """``module`` with floating-point tensors of ``dtype``, on ``device``; ties stay."""
-    # With the tensor that was there: of one that is freed, another would get the id.
+    """``module`` with floating-point tensors of ``dtype``, on ``device``; ties are kept."""
+    # Each entry keeps the old tensor: if that were freed, another one could get its id.
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for part in module.modules():
         both: tuple[dict[str, Any], ...] = part._parameters, part._buffers
@@ -175,7 +176,7 @@ def _placed(module: nn.Module, dtype: torch.dtype, device: str) -> nn.Module:
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """That of each target; classes are the last dimension of ``outputs``."""
+    """Cross-entropy of each target; classes are the last dimension of ``outputs``."""
     losses = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
     return losses.view(targets.shape)
 
@@ -188,7 +189,7 @@ class OwnBuild:
     def __init__(self, model: OwnModel, dtype: torch.dtype, watch: Any = None) -> None:
         self.model, self.dtype, self._watch = model, dtype, watch
         module, own, _ = model.given()
-        #: Of a module alone only the loss is known.
+        #: A module without a workload has this loss.
         self.cross_entropy: CrossEntropy | None = None if own else CrossEntropy()
         self.workload = own or OwnWorkload(type(module), cross_entropy, _nothing)
         self.workload.name = model.name
@@ -206,7 +207,7 @@ class OwnBuild:
         return self.workload.stage(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
-        """The weighted sum of the loss of each target."""
+        """The weighted sum of the losses of all targets."""
         return self.workload.loss({}, outputs, micro)
 
     def can_be_cut(self, module: nn.Module) -> bool:
@@ -215,7 +216,7 @@ class OwnBuild:
 
 
 def _nothing(*_: Any) -> Any:
-    """The data of a model that is not trained."""
+    """Stand for the data of a model without a workload."""
 
 
 # ------------------------------------------------------------------------------------ the source
@@ -236,7 +237,7 @@ class OwnSource(Undisturbed):
 
     @property
     def name(self) -> str:
-        """The path of the model."""
+        """The path of the model, or the name of its function or class."""
         return self.model.name
 
     @property
@@ -245,7 +246,7 @@ class OwnSource(Undisturbed):
         return joint_groups(self.axes)
 
     def build(self, rank: int, watch: Watch) -> Build:
-        """The model's."""
+        """The build of the model."""
         return OwnBuild(self.model, self.dtype, watch)
 
     def state(self) -> dict[str, Tensor]:
@@ -261,9 +262,9 @@ class OwnSource(Undisturbed):
         return Batch(step, ((micro,) * self.work.micro_batches,))
 
     def _micro(self, build: OwnBuild, module: nn.Module, inputs: Tensor | None) -> MicroBatch:
-        """A micro-batch; ``inputs``: what it takes, where there is no workload.
+        """A micro-batch; ``inputs``: those of the module, if it has no workload.
 
-        :raises SelectionError: nobody says what the module takes.
+        :raises SelectionError: the inputs of the module are not known.
         """
         if build.cross_entropy is None:
             samples = self.work.samples
@@ -311,7 +312,7 @@ class OwnSource(Undisturbed):
         except SelectionError:
             raise
         except Exception as error:
-            remedy = "let it compute without values of tensors: no item(), tolist(), if of a tensor"
+            remedy = "let it compute without values of tensors: no item(), tolist() or `if` on one"
             raise SelectionError(refusal(self.name, error, remedy)) from error
         stages, along = axes.parts(self.axes, "layers"), axes.cutting("layers")
         if stages > 1 and not build.can_be_cut(module):

@@ -1,8 +1,8 @@
 """A picture of memory over time: bytes by class over the program order of a simulated step.
 
-The data (:func:`columns`) is what the ledger logged: an event for each storage that is made,
-resized or freed.  Many events share a column of the picture, which shows the highest of them, so
-that no peak is lost.
+The data (:func:`columns`) comes from the memory ledger: an event for each storage that is made,
+resized or freed.  Many events share a column of the picture, which shows the highest moment, so no
+peak is lost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Moment(NamedTuple):
 
 
 def moments(log: MemoryLog, step: int) -> Iterator[Moment]:
-    """Every moment of ``step`` in program order; state that rests in host memory is left out."""
+    """Every moment of ``step`` in program order; state in host memory is left out."""
     kept: dict[str, int] = {}
     for (of_step, phase), levels, changed in log.replay():
         if of_step != step or phase not in PHASES:
@@ -57,7 +57,7 @@ def moments(log: MemoryLog, step: int) -> Iterator[Moment]:
 
 
 def columns(log: MemoryLog, step: int, most: int = MOST) -> list[Moment]:
-    """At most ``most`` moments of ``step``: of all that share a column, the highest.
+    """About ``most`` moments of ``step``: the highest of all that share a column.
 
     A column has moments of one phase, so phases may take a few columns more.
     """
@@ -73,7 +73,7 @@ def columns(log: MemoryLog, step: int, most: int = MOST) -> list[Moment]:
 
 
 def picture(title: str, log: MemoryLog, step: int) -> str:
-    """The SVG file of ``step``: classes stacked, the strip below says which phase it is."""
+    """The SVG file of ``step``: bytes of the classes, stacked, above a strip of phases."""
     shown = columns(log, step)
     kinds = [kind for kind in CLASSES if any(one.sizes[kind] for one in shown)]
     most = max((one.bytes for one in shown), default=0)
@@ -98,7 +98,7 @@ def picture(title: str, log: MemoryLog, step: int) -> str:
 def _areas(
     shown: Sequence[Moment], kinds: Sequence[str], x: svg.PixelScale, y: svg.PixelScale
 ) -> Iterator[Markup]:
-    """A closed area for each class, from the sum of those below it up."""
+    """A closed area for each class, on top of the classes below it."""
     below = [0] * len(shown)
     for kind in kinds:
         above = [low + one.sizes[kind] for low, one in zip(below, shown, strict=True)]

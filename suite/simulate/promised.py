@@ -1,17 +1,19 @@
-"""A simulated rank against the closed formulas of its strategy, tolerance 0.
+"""Compare a simulated rank with the closed formulas of its strategy, tolerance 0.
 
-Compared in the last step: bytes of each judged class at each mark, what may remain of
-communication, activations and temporaries there, and peaks within their bounds; what backward
-needs, against the published formulas of a transformer; bytes and calls along each axis; integers by
-which ranks agree; and the process groups that the system makes beside those of its mesh.
+The last step is compared: bytes of each judged class at each mark; limits of communication,
+activations and temporaries there; peaks within their bounds; activations at their peak, by the
+published formulas of a Transformer; bytes and calls along each axis; integers by which ranks agree;
+and the process groups that the system makes in addition to those of its mesh.
 
-*Cannot see* values.  Bytes and calls of a rank are compared where formulas promise each rank its
-own, or every rank the same: along the axis of stages, and beside it, ranks differ, and only
-messages are told by their place.
+*Cannot see* values.  Traffic of a rank is compared if the formula has a figure for each rank, or
+the same one for all; messages, by the place that sends them.  :func:`not_judged` names the others:
+with stages ranks differ, and where ranks of another axis share a tensor unevenly.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -21,13 +23,19 @@ from shardproof.checks.traffic import CONTROL_BYTES, CONTROL_BYTES_A_NAME, axis_
 from shardproof.costs import CostModel, Flow, NoCostModel, cost_model_of, schedules, shapes, stages
 from shardproof.costs.model import JUDGED
 from shardproof.costs.shapes import activations
-from shardproof.ledgers.memory.summary import PHASES
+from shardproof.ledgers.memory.log import FILE
+from shardproof.ledgers.memory.summary import PHASES, summary
 from shardproof.simulate.rank import SimulatedRank
 from shardproof.simulate.sources import ShapeSource
 
-#: Axis and operation -> fewest and most calls, and their bytes; shares of what all ranks send.
-Promised = Mapping[tuple[str, str], tuple[Fraction, Fraction, Fraction]]
-#: Process groups that a system may make for itself: in twos, or a copy of each axis's.
+#: Fewest and most calls, and their bytes: the share of a rank in what all ranks do.
+Share = tuple[Fraction, Fraction, Fraction]
+_NOTHING: Share = (Fraction(), Fraction(), Fraction())
+#: Axis and operation -> share.
+Promised = Mapping[tuple[str, str], Share]
+#: Operations in which each rank of a group does the same.
+_ALIKE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+#: Process groups that a system may make for each group of its mesh, such as a copy of it.
 _MOST_GROUPS_AN_AXIS = 2
 #: Formulas leave out numbers for each row: of norms, of flash attention, of the loss.
 _MOST_ACTIVATIONS = Fraction(11, 10)
@@ -60,60 +68,91 @@ def _routed(
 def broken(
     source: ShapeSource, made: Sequence[SimulatedRank], accounting: str = "A32"
 ) -> list[str]:
-    """The promises that ranks ``made`` of ``source`` break, each in a sentence.
+    """A sentence for each promise that ranks ``made`` of ``source`` break.
 
     :raises NoCostModel: nothing is promised.
     """
-    if (model := cost_model(source, accounting)) is None:
-        raise NoCostModel(f"nothing is promised of {source.implementation}")
+    model = _required(source, accounting)
     found = list[str]()
     for one in made:
-        at_rest, at_work = _held(model, one), (*_peaks(model, one), *_working(source, model, one))
-        wrong = (*at_rest, *at_work, *_sent(model, one), *_around(model, one))
+        memory = *_held(model, one), *_working(source, model, one)
+        wrong = (*memory, *_sent(model, one), *_around(model, one))
         found += [f"rank {one.rank:,}: {text}" for text in wrong]
     return found
 
 
+def not_judged(
+    source: ShapeSource, made: Sequence[SimulatedRank], accounting: str = "A32"
+) -> list[str]:
+    """The parts of memory and traffic of ``made`` that :func:`broken` cannot compare.
+
+    :raises NoCostModel: nothing is promised.
+    """
+    model, found = _required(source, accounting), dict[str, None]()
+    if model.why_not_measured():
+        found["memory"] = None
+    try:
+        unknown = {key for one in made for key in _promised(model, one.rank)[1]}
+    except NoCostModel:
+        return [*found, "traffic"]
+    return [*found, *(_along(*key) for key in sorted(unknown))]
+
+
+def _required(source: ShapeSource, accounting: str) -> CostModel:
+    if (model := cost_model(source, accounting)) is None:
+        raise NoCostModel(f"nothing is promised of {source.implementation}")
+    return model
+
+
+def _along(axis: str, operation: str) -> str:
+    return f"{operation.replace('_', '-')} along {axis}"
+
+
+#: Memory space (``device`` or ``host``) -> class -> bytes.
+Spaces = Mapping[str, Mapping[str, int]]
+
+
+def _spaces(made: SimulatedRank, step: int) -> dict[tuple[str, str], Spaces]:
+    """Moment (``mark`` or ``peak``) and its place -> bytes of the last step."""
+    found = defaultdict[tuple[str, str], dict[str, Counter[str]]](lambda: defaultdict(Counter))
+    for row in summary(made.log):
+        if row.step == step:
+            space = "host" if row.device == FILE else "device"
+            found[row.moment, row.where][space][row.kind] += row.bytes
+    return {key: {space: dict(of) for space, of in each.items()} for key, each in found.items()}
+
+
 def _held(model: CostModel, made: SimulatedRank) -> Iterator[str]:
-    """At each mark of the last step, where nothing is in flight."""
+    """Wrong bytes at the marks of the last step, where nothing is in flight, and wrong peaks."""
     step, rank, unjudged = len(made.calls) - 1, made.rank, model.unjudged()
     if model.why_not_measured():
         return
+    spaces = _spaces(made, step)
     for point in [name for name, of, _ in made.log.marks if of == step]:
         updated = step if point == "after_update" else step - 1
-        wanted = model.resident(rank, step, updated) | model.at_point(rank, point, updated)
-        host, held = model.host(rank, step, updated), made.log.bytes(point, step)
-        for kind in JUDGED:
-            size = wanted.get(kind, 0) + host.get(kind, 0)
-            if kind not in unjudged and held[kind] != size:
-                yield f"{point}: {_named(kind)}: {held[kind]:,} bytes held, {size:,} promised"
+        device = model.resident(rank, step, updated) | model.at_point(rank, point, updated)
+        promised = {"device": device, "host": model.host(rank, step, updated)}
+        at = spaces.get(("mark", point), {})
+        for space, wanted in promised.items():
+            held, where = at.get(space, {}), "" if space == "device" else " in host memory"
+            for kind in JUDGED:
+                size, own = wanted.get(kind, 0), held.get(kind, 0)
+                if kind not in unjudged and own != size:
+                    what = f"{size:,} bytes{where} promised, {own:,} held"
+                    yield f"{point}: {_named(kind)}: {what}"
+        near = at.get("device", {})
         if (limit := model.communication_at_rest(rank, step)) is not None:
-            yield from _above(f"{point}: communication", held["communication"], limit)
+            yield from _above(f"{point}: communication", near.get("communication", 0), limit)
         if (limit := model.unclassified_limit(rank, step)) is not None:
-            rest = held["activations"] + held["temporary"]
-            yield from _above(
-                f"{point}: activations and temporaries", rest, limit + model.facts.noted
-            )
-
-
-def _above(what: str, held: int, limit: int) -> Iterator[str]:
-    if held > limit:
-        yield f"{what}: {held:,} bytes held, at most {limit:,} promised"
-
-
-def _named(kind: str) -> str:
-    return kind.replace("_", " ")
-
-
-def _peaks(model: CostModel, made: SimulatedRank) -> Iterator[str]:
-    step = len(made.calls) - 1
+            rest, most = (near.get(k, 0) for k in ("activations", "temporary")), limit
+            most += model.facts.noted
+            yield from _above(f"{point}: activations and temporaries", sum(rest), most)
     for phase in PHASES:
-        for kind, bound in model.peaks(made.rank, phase, step).items():
-            peak = made.log.peaks(kind).get((step, phase))
-            held = peak.bytes if peak else 0
-            if not bound.low <= held <= bound.high:
-                wanted = f"{bound.low:,} to {bound.high:,} promised"
-                yield f"peak in {phase}: {_named(kind)}: {held:,} bytes held, {wanted}"
+        near = spaces.get(("peak", phase), {}).get("device", {})
+        for name, bound in model.peaks(rank, phase, step).items():
+            if not bound.low <= (most_held := near.get(name, 0)) <= bound.high:
+                limits = f"{bound.low:,} to {bound.high:,} bytes promised"
+                yield f"peak in {phase}: {_named(name)}: {limits}, {most_held:,} held"
 
 
 def _working(source: ShapeSource, model: CostModel, made: SimulatedRank) -> Iterator[str]:
@@ -171,8 +210,17 @@ def _needed(
     return Fraction(begun + kept.peak - kept.by_forward + ends)
 
 
+def _above(what: str, held: int, limit: int) -> Iterator[str]:
+    if held > limit:
+        yield f"{what}: at most {limit:,} bytes promised, {held:,} held"
+
+
+def _named(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
 def _sent(model: CostModel, made: SimulatedRank) -> Iterator[str]:
-    """Calls of floating-point tensors, and their logical bytes."""
+    """Wrong calls of floating-point tensors, and wrong logical bytes of them."""
     mesh = model.facts.axes
     sent: dict[tuple[str, str], tuple[int, Fraction]] = {}
     for call in made.calls[-1]:
@@ -180,21 +228,24 @@ def _sent(model: CostModel, made: SimulatedRank) -> Iterator[str]:
             key = axis_of(call.group, mesh), call.operation
             calls, size = sent.get(key, (0, Fraction()))
             sent[key] = calls + 1, size + call.logical_bytes
-    promised, unknown = _promised(model, made.rank)
+    try:
+        promised, unknown = _promised(model, made.rank)
+    except NoCostModel:
+        return  # not_judged says so
     for axis, operation in sorted({*sent, *promised} - unknown):
         calls, size = sent.get((axis, operation), (0, Fraction()))
-        low, high, wanted = promised.get((axis, operation), (Fraction(),) * 3)
-        what = f"{operation.replace('_', '-')} along {axis}"
+        low, high, wanted = promised.get((axis, operation), _NOTHING)
+        what = _along(axis, operation)
         if size != wanted:
-            yield f"{what}: {float(size):,.0f} bytes sent, {float(wanted):,.0f} promised"
+            yield f"{what}: {float(wanted):,.0f} bytes promised, {float(size):,.0f} sent"
         elif not low <= calls <= high:
             most = f"{int(low):,}" if low == high else f"{int(low):,} to {int(high):,}"
-            yield f"{what}: {calls:,} calls made, {most} promised"
+            yield f"{what}: {most} calls promised, {calls:,} made"
 
 
 def _promised(model: CostModel, rank: int) -> tuple[Promised, set[tuple[str, str]]]:
     """The traffic of ``rank``, and the keys of flows that are not promised rank by rank."""
-    found: dict[tuple[str, str], tuple[Fraction, Fraction, Fraction]] = {}
+    found: dict[tuple[str, str], Share] = {}
     unknown = set[tuple[str, str]]()
     for flow in (one for one in model.sent() if not one.integers):
         key = flow.axis, flow.operation
@@ -202,38 +253,56 @@ def _promised(model: CostModel, rank: int) -> tuple[Promised, set[tuple[str, str
         if share is None:
             unknown.add(key)
             continue
-        low, high, size = found.get(key, (Fraction(),) * 3)
+        low, high, size = found.get(key, _NOTHING)
         least, most, own = share
         found[key] = low + least, high + most, size + own
     return found, unknown
 
 
-def _share(model: CostModel, flow: Flow, rank: int) -> tuple[Fraction, Fraction, Fraction] | None:
+def _share(model: CostModel, flow: Flow, rank: int) -> Share | None:
     facts = model.facts
     if flow.by_rank is not None:
         calls, size = flow.by_rank[rank]
         return Fraction(calls), Fraction(calls), size
     others = [size for axis, size in facts.axes.items() if axis not in flow.axis.split("+")]
-    # Ranks of another axis may have uneven shares, of which the formula is the sum.
+    # The formula is the sum over ranks, whose shares may be uneven along another axis.
     uneven = any(t.shape and t.shape[0] % size for t in facts.parameters for size in others)
-    if facts.parts("layers") > 1 or uneven:
+    if flow.operation in ("send", "recv") and not uneven:
+        return Fraction(), Fraction(sys.maxsize), _messages(model, flow, rank)
+    # Of a call with a root that rank alone sends, or gets, all of it.
+    if facts.parts("layers") > 1 or uneven or flow.operation not in _ALIKE:
         return None
     least, most = flow.range
-    # A fraction: where formulas of several ranks add up, each tells the calls of some of them.
+    # Fractions: where formulas of several ranks add up, each tells the calls of some of them.
     world = facts.world
     return Fraction(least, world), Fraction(most, world), flow.bytes / world
 
 
+def _messages(model: CostModel, flow: Flow, rank: int) -> Fraction:
+    """Bytes that ``rank`` sends from its place on the axis."""
+    size, inner = model.facts.size(flow.axis), 1
+    for axis, of in reversed([*model.facts.axes.items()]):
+        if axis == flow.axis:
+            break
+        inner *= of
+    place, lines = rank // inner % size, model.facts.world // size
+    sent = (n for (source, _), n in flow.between.items() if source == place)
+    return sum(sent, Fraction()) / lines
+
+
 def _around(model: CostModel, made: SimulatedRank) -> Iterator[str]:
-    """Integers by which ranks agree, and groups."""
+    """Too many bytes of integers by which ranks agree, and too many process groups."""
     facts, names = model.facts, len(model.facts.parameters)
     spent = sum(c.payload_bytes for c in made.calls[-1] if not c.floating and c.phase != "observe")
     own = model.control_limit()
     most = CONTROL_BYTES + CONTROL_BYTES_A_NAME * names if own is None else own // facts.world
-    values = sum(flow.bytes for flow in model.flows() if flow.integers)
+    try:
+        values = sum(flow.bytes for flow in model.flows() if flow.integers)
+    except NoCostModel:
+        return
     most += (model.metadata_bytes() + int(values)) // facts.world + 1
     if spent > most:
-        yield f"integers: {spent:,} bytes sent, at most {most:,} promised"
+        yield f"integers: at most {most:,} bytes promised, {spent:,} sent"
     limit = _MOST_GROUPS_AN_AXIS * sum(facts.world // size for size in facts.axes.values())
     if made.groups > limit:
-        yield f"process groups: {made.groups:,} made, at most {limit:,} expected"
+        yield f"process groups: at most {limit:,} expected, {made.groups:,} made"

@@ -1,11 +1,12 @@
-"""One rank of a world that is not there: the real implementation on fake tensors, both ledgers."""
+"""Run the real code of one rank of a large world on fake tensors, with both ledgers."""
 
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,12 @@ from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import installed
 from shardproof.ledgers.memory.log import MemoryLog
 from shardproof.registry import answers
+from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
 from shardproof.simulate import group, upstream, work
 from shardproof.simulate.group import Simulated
 from shardproof.simulate.known import Decided, known_integers
-from shardproof.simulate.sources import Source
+from shardproof.simulate.sources import Source, Watch
 from shardproof.simulate.work import Work, WorkLedger
 
 
@@ -37,9 +39,9 @@ class SimulatedRank:
     """The memory log and the calls of one rank.  ``calls``: by step; ``groups``: process groups
     that its system made.
 
-    Of the last step: ``work``, its operators; ``actions``, the computations of a pipeline's stages;
-    ``tokens``, elements of the inputs.  ``place``: along the axis of stages; ``schedule``: of one
-    window of micro-batches, where there are stages and the implementation announces it.
+    The rest is of the last step: ``work``, its operators; ``actions``, the computations of a
+    pipeline's stages; ``tokens``, elements of the inputs; ``place``, along the axis of stages;
+    ``schedule``, of one window of micro-batches, if the implementation announces one.
     """
 
     rank: int
@@ -60,7 +62,7 @@ _MOST_ROUNDS = 4
 def simulate(
     source: Source, ranks: Sequence[int], began: Callable[[int], None] = lambda rank: None
 ) -> list[SimulatedRank]:
-    """Run ``source`` as each of ``ranks``, again where one decides by what another one says.
+    """Run ``source`` as each of ``ranks``, and again until their control numbers agree.
 
     ``began`` is called with each rank before it runs.
     """
@@ -72,7 +74,7 @@ def simulate(
             try:
                 found.append(simulate_rank(source, rank))
             except Exception as error:
-                # What it was told may have been a guess.
+                # A wrong guess of another rank's numbers may have caused the error.
                 if group.hearsay.is_settled and not group.hearsay.guessed:
                     raise
                 failed = failed or error
@@ -86,11 +88,13 @@ def simulate(
 def simulate_rank(source: Source, rank: int) -> SimulatedRank:
     """Run ``source`` as ``rank`` of its world."""
     group.hearsay.begin()
-    world = math.prod(source.axes.values())
-    joined.join(Simulated(), Joining(rank, world, Path(), 60.0, ledgers=True))
+    world, hook, threads = math.prod(source.axes.values()), sys.excepthook, torch.get_num_threads()
+    # Known integers are computed for real.  Threads would outlive that, and break a later fork.
+    torch.set_num_threads(1)
     try:
+        joined.join(Simulated(), Joining(rank, world, Path(), 60.0, ledgers=True))
         with _control_on_values(), upstream.without_values():
-            # A mesh reads the numbers of its ranks.
+            # The mesh reads the numbers of its ranks, so they are made with values.
             mesh = Mesh(source.axes, source.joint)
             log = program_order.current()
             assert log is not None
@@ -99,11 +103,13 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
                 return _trained(source, mesh, decided)
     finally:
         joined.leave()
+        torch.set_num_threads(threads)
+        sys.excepthook = hook  # torch puts the rank before every later traceback
 
 
 @contextmanager
 def _control_on_values() -> Iterator[None]:
-    """Numbers by which ranks decide keep their values, and a rank waits for no other.
+    """Keep the values of numbers by which ranks decide, and let a rank wait for no other.
 
     Each number has a twin without a value, which the ledger of memory counts.
     """
@@ -115,7 +121,7 @@ def _control_on_values() -> Iterator[None]:
         return tensor
 
     def alone(ranks: Sequence[int], own: int, place: str, text: str) -> None:
-        """Nobody else will come to where ranks meet."""
+        """Return at once: no other rank runs."""
 
     comm.control, meet, comm.meet = valued, comm.meet, alone
     try:
@@ -128,6 +134,7 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
     log, ledger = decided.log, traffic.current()
     assert ledger is not None
     memory, built = WorkLedger(log), list[weakref.ref[nn.Module]]()
+    observed = list[Point]()
 
     def watch(module: nn.Module, units: Sequence[str]) -> None:
         program_order.watch(module, units)
@@ -136,6 +143,7 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
         built.append(weakref.ref(module))
 
     def observe(point: Point) -> None:
+        observed.append(point)
         with log.observe(point):
             pieces: dict[str, Sequence[Piece]] = {
                 kind: answers.pieces(system, kind, mesh.rank) for kind in (*KINDS, "extra")
@@ -145,15 +153,11 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
             memory.mark(point)
 
     calls, tokens, schedule, began = [], 0, None, _groups()
-    with memory, work.noted_by(memory):
-        system = registry.load(source.implementation)()
+    kind = registry.load(source.implementation)
+    points = [*Declaration.of(kind, source.options).points]
+    with memory, work.noted_by(memory), _aborted_on_error(system := kind()):
         system.trace = log.action
-        everywhere = system.capabilities(source.options).initial_state == "everywhere"
-        with memory.paused():
-            state = source.state() if everywhere or mesh.rank == mesh.ranks[0] else None
-        build = source.build(mesh.rank, watch)
-        system.setup(build, state, source.optimizer, mesh, source.options)
-        del state
+        _set_up(system, source, mesh, watch, memory)
         for step in range(source.steps):
             with memory.unseen():
                 batch = source.batch(mesh.rank, step)
@@ -164,7 +168,10 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
             with log.step(step):
                 result = system.step(batch, observe)
             memory.noting = False
-            # Read after the step, as by every user: what it rests on lives until then.
+            if observed != points:
+                raise BrokenContract(f"step {step}: observed {observed}, but it declares {points}")
+            observed.clear()
+            # Users read the result after the step; its tensors live until then.
             with decided.reading():
                 answers.step(system, step, result)
                 answers.number(system, "step", result.loss)
@@ -185,13 +192,35 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
     )
 
 
+def _set_up(
+    system: Implementation, source: Source, mesh: Mesh, watch: Watch, memory: WorkLedger
+) -> None:
+    """Give ``system`` its model, mesh and options, and the initial state where it wants that."""
+    everywhere = system.capabilities(source.options).initial_state == "everywhere"
+    with memory.paused():
+        state = source.state() if everywhere or mesh.rank == mesh.ranks[0] else None
+    build = source.build(mesh.rank, watch)
+    system.setup(build, state, source.optimizer, mesh, source.options)
+
+
+@contextmanager
+def _aborted_on_error(system: Implementation) -> Iterator[None]:
+    """End ``system`` on an error inside, which is the one to tell."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            system.abort()
+        raise
+
+
 def _groups() -> int:
-    """How many process groups this world has made, also of other ranks."""
+    """The number of process groups that this world has made, those of other ranks included."""
     return int(c10d._world.group_count)
 
 
 def _schedule(system: Implementation, source: Source, windows: Sequence[int]) -> Schedule | None:
-    """The schedule of the one window of a step, if stages carry it out."""
+    """The schedule of a step with one window, if there are stages."""
     stages = axes.parts(source.axes, "layers")
     if stages == 1 or len(windows) != 1:
         return None

@@ -1,12 +1,12 @@
-"""The time of a simulated step, played from its operators and calls on a machine.
+"""The time of a simulated step: its operators and calls are played on a machine.
 
 A rank has a stream of compute, and one of communication for each group.  Operators follow each
 other; each takes the time of its arithmetic or of its memory (:meth:`Machine.seconds`).  A call
-starts when it is issued and its group's stream is free, and compute goes on until the program waits
-for the call:
+starts when it is issued and its group's stream is free, and compute continues until the program
+waits for the call:
 
-    compute    F1 F2 F3 . . F4        two of five are exposed
-    shard            all-gather       issued after F2, waited for before F4
+    compute    F1 F2 F3 .. .. F4      2 of the call's 3 slots are exposed
+    shard            [gather]         issued after F2, waited for before F4
 
     operation        algorithm        hops             bytes one way            source
     all-reduce       ring             2(N-1)           2(N-1)/N n               NCCL tuning.cc
@@ -48,7 +48,7 @@ from shardproof.simulate.work import Operator
 #: ``eager``: each operator is a kernel; ``fused``: those between two products are one.
 Kernels = Literal["eager", "fused"]
 KERNELS: tuple[Kernels, ...] = ("eager", "fused")
-_NO_BUBBLE = "no schedule is announced, so the time that stages wait for each other is missing"
+_NO_BUBBLE = "no schedule is announced, so the time that stages wait for each other is left out"
 #: Backward computes two products for each of forward (PaLM, arXiv 2204.02311, appendix B).
 _BOTH_WAYS = 3
 
@@ -61,7 +61,7 @@ class StepTime:
     all calls, hidden ones included.  ``least``: the step if calls hid behind compute wherever they
     can.  ``flops``: of the rank, with what it computes again; ``model_flops``: of a mean rank,
     three times those of its forwards; ``peak``: FLOP/s of the data sheet in the dtype of most
-    products.  ``tokens``: of all ranks together.  ``unknown``: what the seconds lack, in words.
+    products.  ``tokens``: of all ranks together.  ``unknown``: what the seconds leave out.
     """
 
     rank: int
@@ -80,12 +80,12 @@ class StepTime:
 
     @property
     def share_of_peak(self) -> float:
-        """Model FLOPs utilization (PaLM, arXiv 2204.02311): of the peak, what the model needs."""
+        """Model FLOPs utilization (PaLM, arXiv 2204.02311): the model's FLOP/s over the peak."""
         return self.model_flops / (self.seconds * self.peak) if self.seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens of all ranks together in a second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -102,7 +102,8 @@ def step_seconds(
 ) -> StepTime:
     """The time of the last step of ``made``, ranks of ``mesh``, on ``machine``: the slowest one's.
 
-    Of a pipeline ``made`` has ranks of several stages, or all stages take the time of one.
+    For a pipeline, give ranks of several stages; a stage that is not given takes the times of the
+    nearest one.
     """
     played = [_Played(one, machine, kernels) for one in made]
     for one in played:
@@ -135,7 +136,7 @@ def step_seconds(
 
 
 class Placement(NamedTuple):
-    """Ranks of a group, its nodes, and its members on the fullest of them."""
+    """The number of ranks of a group, of its nodes, and of its members on the fullest node."""
 
     ranks: int
     nodes: int
@@ -143,7 +144,7 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(cls, group: Sequence[int], node: int) -> Placement:
-        """That of the global ranks ``group``, ``node`` to a node."""
+        """The placement of the global ranks ``group``, ``node`` to a node."""
         counts = dict[int, int]()
         for rank in group:
             counts[rank // node] = counts.get(rank // node, 0) + 1
@@ -286,7 +287,7 @@ class _Played:
         return max(totals, key=lambda name: totals[name], default="float32")
 
     def play(self, begins: Mapping[Action, float] | None = None) -> None:
-        """Play the step; ``begins``: earliest beginnings of actions after the first one's."""
+        """Play the step; ``begins``: earliest start of each action, from the first one's."""
         fresh = _Played(self.made, self.machine, self.kernels)
         self.__dict__.update(fresh.__dict__)
         start: float | None = None
@@ -308,7 +309,7 @@ class _Played:
             elif event.ends is not None:
                 action = _action(event.ends)
                 self.took[action] = self.clock - self.began[action]
-        # A step is over when its last call is, waited for or not.
+        # A step ends after its last call, even if the program does not wait for that.
         for number in [*self.ends]:
             self._wait(number)
 
@@ -335,12 +336,12 @@ class _Played:
         if is_message:
             peer = first.group[0] if first.peer is None else first.peer
             took = message_seconds(size, self.made.rank, peer, self.machine)
-            if first.operation == "send" and self.made.actions:
+            if first.operation == "send" and self._is_scheduled(first):
                 self.message = max(self.message, took)
         else:
             took = call_seconds(first.operation, size, first.group, self.machine)
-        if first.operation == "recv" and self.made.actions:
-            # The schedule knows when it arrives, and its sender has counted it.
+        if first.operation == "recv" and self._is_scheduled(first):
+            # The schedule says when the message arrives, and its sender counts its seconds.
             self.ends[first.issued] = self.clock
             return
         # Both directions of a link work at once, so sends and receives have streams of their own.
@@ -350,6 +351,13 @@ class _Played:
         self.busy[stream] = self.busy.get(stream, 0.0) + took
         self.communication += took
 
+    def _is_scheduled(self, call: LoggedCall) -> bool:
+        """Whether it is a message between computations of stages: not one of a ring in a stage, nor
+        the gradient of a tied weight behind the last computation.
+        """
+        last = max((done.end for done in self.made.actions), default=-1)
+        return call.issued < last and call.axis in ("world", axes.cutting("layers"))
+
     def _wait(self, number: int) -> None:
         later = max(0.0, self.ends.pop(number, 0.0) - self.clock)
         self.exposed += later
@@ -357,7 +365,7 @@ class _Played:
 
 
 def _by_issue(calls: Iterable[LoggedCall]) -> Iterator[tuple[int, list[LoggedCall]]]:
-    """The calls of a step by the number of their issue: one of two dtypes has two entries."""
+    """The calls of a step by the number of their issue: a call of two dtypes has two entries."""
     found = dict[int, list[LoggedCall]]()
     for call in calls:
         if call.phase != "observe" and len(call.group) > 1:
@@ -373,7 +381,7 @@ def _action(done: Done) -> Action:
 
 
 def _begins(schedule: Schedule, played: Sequence[_Played]) -> Mapping[Action, float]:
-    """When each computation begins, by the times of the stages that were played."""
+    """The start of each computation, by the times of the stages that were played."""
     known = dict[int, _Played]()
     for one in sorted(played, key=lambda each: each.compute):
         known[one.made.place] = one

@@ -1,7 +1,7 @@
 """The training of a simulated rank: the model of a published shape, or that of a case.
 
-Both give fake tensors only.  A case's model and batches are made for real first, since their values
-are drawn, and replaced by tensors of the same shapes; the values of its batches stay known.
+Both give fake tensors only.  A case's model and batches are first made with values, since these are
+drawn, and then replaced by fake tensors of the same shapes.  Values of its batches stay known.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Source(Protocol):
         """The share of ``rank`` in ``step``, without values."""
 
     def is_finite(self, rank: int, step: int) -> bool:
-        """Whether gradients of ``rank`` in ``step`` are finite, which their values would tell."""
+        """Whether gradients of ``rank`` in ``step`` are finite, which only values could show."""
 
     def evaluates(self, rank: int, step: int) -> bool:
         """Whether ``rank`` evaluates its batch of ``step`` before it trains with it."""
@@ -64,11 +64,11 @@ class Undisturbed:
     """A training without overflows and evaluations."""
 
     def is_finite(self, rank: int, step: int) -> bool:
-        """Always."""
+        """Whether gradients are finite: always."""
         return True
 
     def evaluates(self, rank: int, step: int) -> bool:
-        """Never."""
+        """Whether an evaluation comes before the step: never."""
         return False
 
 
@@ -76,7 +76,7 @@ class Undisturbed:
 class ShapeSource(Undisturbed):
     """A published ``shape``, its parameters built in ``dtype``.
 
-    Two steps: the first one makes the optimizer's state.
+    It trains two steps, because the first one creates the optimizer state.
     """
 
     shape: Shape
@@ -95,7 +95,7 @@ class ShapeSource(Undisturbed):
 
     @property
     def name(self) -> str:
-        """The name of the model, and of layers if it has others."""
+        """The name of the model, with the number of layers if that was set."""
         return self.shape.name
 
     def about(self) -> list[str]:
@@ -112,7 +112,7 @@ class ShapeSource(Undisturbed):
         return notes
 
     def require_shared(self, accounting: str) -> None:
-        """Raise where the ranks of an axis cannot share the model.
+        """Raise if the ranks of an axis cannot share the model.
 
         :raises SelectionError: positions, heads, widths or layers are too few, or do not divide.
         """
@@ -161,19 +161,19 @@ class CaseSource:
         self.shares = data_shares(case.mesh, ranks, ranks)
 
     def build(self, rank: int, watch: Watch) -> Build:
-        """The case's build, whose modules lose their values."""
+        """The case's build; its modules get tensors without values."""
         with unset_fake_temporarily():
             own = self.workload.build_for(rank, self.shares[rank])
         return _Valueless(own, watch)
 
     def state(self) -> dict[str, Tensor]:
-        """Its initial state."""
+        """The initial state of the case."""
         with unset_fake_temporarily():
             state = self.workload.state()
         return {name: valueless(tensor) for name, tensor in state.items()}
 
     def batch(self, rank: int, step: int) -> Batch:
-        """Its share."""
+        """The share of ``rank`` in the batch of ``step``."""
         with unset_fake_temporarily():
             batch = self.workload.batch(step, max(self.shares.values()) + 1)[self.shares[rank]]
         windows = tuple(tuple(map(_micro, window)) for window in batch.windows)
@@ -189,7 +189,7 @@ class CaseSource:
 
 
 def _micro(micro: MicroBatch) -> MicroBatch:
-    # The first tokens of samples hold flags, by which traits choose the layers that are used.
+    # Values stay known: the first tokens of samples hold flags, which choose layers in some models.
     names = ("inputs", "targets", "weights", "sample_ids")
     return MicroBatch(*(kept(getattr(micro, name)) for name in names))
 

@@ -1,8 +1,8 @@
-"""The places where torch reads values of tensors in C++, which fakes do not have.
+"""Patches where torch reads values of tensors in C++, which fake tensors do not have.
 
 DDP compares shapes over ranks and sends the initial values before the first step; both are left
-out.  It orders its buckets anew in the second step, by numbers that rank 0 sends: those are real.
-FSDP1 asks for addresses.
+out.  It reorders its buckets in the second step by numbers that rank 0 sends; these get values.
+FSDP1 asks for the addresses of tensors.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from shardproof.ledgers.program_order import nested_tensors
 
 
 class _RealNumbers(TorchDispatchMode):
-    """Tensors of int32, which a reducer fills and reads by their address, have values inside."""
+    """Give values to int32 tensors, which DDP's reducer fills and reads by their address."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
         if func is torch.ops.aten.empty.memory_format and named.get("dtype") is torch.int32:
-            # As the numbers of Comm.agree: with a twin that the ledger of memory counts.
+            # Like the numbers of Comm.agree, it has a twin that the memory ledger counts.
             return comm.control([0] * args[0][0], dtype=torch.int32)
         given = list(nested_tensors((args, named)))
         if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
@@ -42,7 +42,7 @@ class _RealNumbers(TorchDispatchMode):
 
 
 class _Reducer:
-    """DDP's reducer, which orders its buckets on real numbers."""
+    """DDP's reducer, which reorders its buckets by numbers with values."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -56,7 +56,7 @@ class _Reducer:
 
 
 def _forget_ranks() -> None:
-    """Empty DTensor's caches: shapes and groups in them are those of the rank before."""
+    """Empty DTensor's caches, which hold shapes and groups of the previous rank."""
     debug._clear_sharding_prop_cache()
     for held in vars(_redistribute).values():
         if hasattr(held, "cache_clear"):
@@ -65,7 +65,7 @@ def _forget_ranks() -> None:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """DDP neither compares shapes over ranks nor sends the initial values."""
+    """Apply the patches inside."""
     original = distributed.DistributedDataParallel._ddp_init_helper
 
     def made(self: Any, *given: Any, **named: Any) -> None:
@@ -73,10 +73,10 @@ def without_values() -> Iterator[None]:
         self.reducer = _Reducer(self.reducer)
 
     def nothing(*given: Any, **named: Any) -> None:
-        """Ranks are alike."""
+        """Do nothing: all ranks are alike."""
 
     def is_allocated(tensor: Tensor) -> bool:
-        """As FSDP1 asks by the address, which fakes do not have."""
+        """Answer by the size; FSDP1 would ask for the address, which fake tensors do not have."""
         return tensor.untyped_storage().size() > 0
 
     _forget_ranks()

@@ -1,12 +1,12 @@
 """The operators that a simulated rank computes in its last step, in program order.
 
 Each has its floating-point operations, by torch's own formulas, and the bytes that it reads and
-writes.  It stands at the number that the rank's log would give to the next event, so that calls,
-waits and actions of a pipeline, which have numbers of that log, can be put between operators.
+writes.  It gets the number that the rank's log would give to the next event.  Calls, waits and
+actions of a pipeline have numbers of that log, so they can be put between operators.
 
-Two lists are kept of the same step.  ``eager`` has every operator by itself.  ``fused`` has what
-lies between two products of matrices, inside one layer, as one kernel: it reads what was there
-before, and writes what outlives it.  Compilers and hand-written kernels lie between the two.
+Two lists are kept of the same step.  ``eager`` has every operator by itself.  ``fused`` has all
+operators between two matrix products of a layer as one kernel, which reads what was there before
+and writes what remains after it.  Compilers and hand-written kernels lie between the two.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Work:
 
 
 _aten = torch.ops.aten
-#: torch has no formulas for its kernels on CPUs, which compute what those on GPUs do.
+#: torch has no formulas for its CPU kernels of attention, which compute the same as those on GPUs.
 _KERNELS: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop,
     "_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop,
@@ -55,11 +55,11 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
     **flop_counter.flop_registry,
     **{getattr(_aten, name): formula for name, formula in _KERNELS.items()},
 }
-#: Operators that neither read nor write, that only write, and that write over what they change.
+#: Operators that neither read nor write; that only write; that overwrite without reading.
 _NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
 _MAKES = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 _WRITES = ("fill_", "zero_", "copy_", "_foreach_zero_", "_foreach_copy_")
-#: Operators that read as much of their first argument as they give back: some rows of a table.
+#: Operators that read only a part of their first argument, as large as their result.
 _LOOKS_UP = ("embedding", "index_select", "gather", "index", "slice_backward", "select_backward")
 
 
@@ -101,7 +101,7 @@ class WorkLedger(MemoryLedger):
         return result
 
     def attended(self, flops: float, tensors: Sequence[Tensor]) -> None:
-        """A fused kernel of attention that no operator stands for reads or writes ``tensors``."""
+        """Note a fused kernel of attention on ``tensors``, which no operator stands for."""
         if self.noting and not self._pauses and self.order.phase != "observe":
             self._run_ends()
             size = sum(map(_bytes, tensors))
@@ -109,7 +109,7 @@ class WorkLedger(MemoryLedger):
             self._append(Operator(self.order.now, self.order.phase, flops, size, dtype, True))
 
     def finish(self) -> Work:
-        """The operators noted so far; no more are."""
+        """End the noting; return the operators noted so far."""
         self._run_ends()
         self.noting = False
         return self.work
@@ -133,7 +133,7 @@ class WorkLedger(MemoryLedger):
             for part in self._countable(t)
         ]
         if not inputs and not outputs:
-            return  # numbers by which ranks decide
+            return  # its tensors are control numbers, which are not part of the model's work
         read = _read(kind, inputs, outputs, changed)
         written = {id(t.untyped_storage()): t for t in (*outputs, *changed)}
         size = sum(map(_bytes, read)) + sum(map(_bytes, written.values()))
@@ -160,8 +160,8 @@ class WorkLedger(MemoryLedger):
 
 @dataclass
 class _Run:
-    """Operators between two products: storages that were there before and are read, and those that
-    are written, each with the bytes that were seen of it.
+    """Operators between two products, with the storages that they read and did not make, and those
+    that they write: storage -> most bytes of it in one operator.
     """
 
     last: Operator | None = None
@@ -173,7 +173,7 @@ class _Run:
         return None if self.last is None else (self.last.at, self.last.phase)
 
     def add(self, one: Operator, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        """``one`` more operator."""
+        """Add the operator ``one``."""
         self.last = one
         for tensor in read:
             if (key := id(tensor.untyped_storage())) not in self.written:
@@ -227,7 +227,7 @@ def _read(
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes of ``tensor`` in memory: what it repeats (``expand``) counts once."""
+    """Bytes of ``tensor`` in memory; repeated parts (``expand``) count once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1
@@ -240,13 +240,13 @@ def _is_causal(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
     return bool(given.get("is_causal"))
 
 
-#: The ledger of the rank under simulation.
+#: The ledger of the rank that is simulated.
 _current: list[WorkLedger] = []
 
 
 @contextmanager
 def noted_by(ledger: WorkLedger) -> Iterator[None]:
-    """``ledger`` is that of the rank which runs inside."""
+    """Let ``ledger`` note the kernels of attention inside."""
     _current.append(ledger)
     try:
         yield
@@ -257,11 +257,11 @@ def noted_by(ledger: WorkLedger) -> Iterator[None]:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, backward: bool, others: Sequence[Tensor] = ()
 ) -> None:
-    """Note causal attention by a fused kernel: ``(samples, heads, rows, size)``.
+    """Note causal attention by a fused kernel on ``(samples, heads, rows, size)``.
 
     Two products of all scores in forward; five in backward, which computes the scores again
     (FlashAttention, arXiv 2205.14135, algorithms 1 and 4).  Half of the scores are masked, and
-    their blocks are left out.  ``others``: what it reads and writes besides.
+    their blocks are left out.  ``others``: more tensors that the kernel reads or writes.
     """
     if not _current:
         return

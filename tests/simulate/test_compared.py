@@ -50,14 +50,15 @@ WORLDS = [
     World("pytorch/fsdp2", {"shard": 2}, steps=2),
     World("pytorch/tensor_parallel", {"tensor": 2}),
 ]
-#: Trains experts, whose rows values choose.
+#: Trains experts, whose rows depend on values.
 EXPERT = World("reference/expert", {"expert": 2})
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of all :data:`WORLDS`; two steps of DDP, which orders its buckets anew in the second,
-    and of what gathers parameters.
+    """A run of all :data:`WORLDS`.
+
+    DDP reorders its buckets in the second step; systems that gather parameters also get two steps.
     """
     cases = []
     for world in (*WORLDS, EXPERT):
@@ -103,7 +104,7 @@ def test_values_that_steer_are_a_skip_with_a_reason(
     ("fault", "says"),
     [
         ("zero1_all_reduces", "step 0, call "),
-        ("zero1_gathers_beside", "peak update communication: "),
+        ("zero1_gathers_beside", "peak update cpu communication: "),
     ],
 )
 def test_a_call_or_a_buffer_that_only_one_side_has_is_reported(

@@ -98,7 +98,7 @@ COUNT = shapes.elements(SHAPE)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of models, by whose path each has another module."""
+    """A file with all models of these tests."""
     file = tmp_path_factory.mktemp("models") / "models.py"
     file.write_text(MODELS)
     return file
@@ -109,7 +109,7 @@ def kept(found: figures.Figures) -> dict[str, int]:
 
 
 def test_an_own_gpt_holds_and_sends_what_the_formulas_say_of_its_shape(models: Path) -> None:
-    """Without a list of units: its blocks are found."""
+    """The model has no list of units; its repeated blocks are found."""
     found = simulate(f"{models}:build", mesh={"shard": 4}, work={"positions": 16})
     facts = shapes.facts_of(SHAPE, {"shard": 4}, {}, "A32", BatchSize(1, 16))
     model = cost_model_of("fsdp", facts)
@@ -150,7 +150,7 @@ def test_the_command_takes_the_path_of_an_own_model(models: Path, impl: str) -> 
         ("models.py:build", "does not say what its module takes - return (module, inputs), or"),
         ("models.py:build --seq 16 --layers 3", "--layers and --attention belong to the models"),
         ("models.py:a_number", "returned neither a module nor a workload (3) - return a module"),
-        ("models.py:LIMIT", "models.py:LIMIT is no model (3) - name a function that returns"),
+        ("models.py:LIMIT", "models.py:LIMIT is not a model (3) - name a function that returns"),
         ("models.py:bild", "models.py:bild has no 'bild' in models.py"),
         ("nowhere.model:build", "nowhere.model:build cannot be imported: ModuleNotFoundError"),
         (
@@ -183,7 +183,7 @@ def test_inputs_next_to_a_module_and_stages_of_a_chain(models: Path) -> None:
 
 
 def test_values_are_never_allocated(models: Path) -> None:
-    """4 TB of parameters, of which each of 64 ranks holds 64 GB, and as much of gradients."""
+    """The model has 4 TB of parameters; each of 64 ranks holds 64 GB, and as much of gradients."""
     found = simulate(f"{models}:large", mesh={"shard": 64})
     held = found.fullest.kept
     assert held["parameters"] >= 4 * 2**40 // 64 and held["gradients"] == held["parameters"]

@@ -30,7 +30,7 @@ def made(implementation: str, axis: str, micro_batches: int = 1) -> SimulatedRan
     ("implementation", "axis"), [("reference/fsdp", "shard"), ("reference/pipeline", "pipe")]
 )
 def test_the_highest_column_is_the_peak_of_the_table(implementation: str, axis: str) -> None:
-    """However few columns there are: the same bytes, in the same phase, of the same classes."""
+    """Any number of columns shows the same bytes, in the same phase, of the same classes."""
     one = made(implementation, axis, 4)
     found = figures.figures(one, {axis: 2})
     for most in (10_000, 100, 5):

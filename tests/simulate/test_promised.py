@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from shardproof.costs import NoCostModel
 from shardproof.costs.shapes import BatchSize, Shape
 from shardproof.impls.reference.ddp import ReferenceDDP
 from shardproof.simulate import figures
-from shardproof.simulate.promised import broken
+from shardproof.simulate.promised import broken, not_judged
 from shardproof.simulate.rank import simulate
 from shardproof.simulate.sources import ShapeSource
 
-#: Of odd sizes: a vocabulary and shards that ranks cannot share evenly.
+#: A shape of odd sizes: ranks cannot share its vocabulary and its tensors evenly.
 ODD = Shape("odd", layers=4, hidden=64, heads=8, kv_heads=8, vocab=61, seq=16, positions=16,
             bias="all", tied=True, attention="math")  # fmt: skip
 
@@ -53,6 +54,36 @@ def test_clean_systems_keep_their_promises(
     implementation: str, mesh: Mapping[str, int], micro_batches: int
 ) -> None:
     assert problems(source_of(implementation, mesh, micro_batches)) == []
+
+
+def test_state_in_host_memory_is_judged_there() -> None:
+    source = source_of("reference/fsdp", {"shard": 8})
+    offloads = replace(source, options={"offload": "parameters"})
+    made = simulate(offloads, [0])
+    assert broken(offloads, made) == []
+    # A system that does not offload, asked to: its state is on the device.
+    found = broken(offloads, simulate(source, [0]))
+    assert any("bytes in host memory promised, 0 held" in text for text in found)
+    assert any(text.startswith("rank 0: after_update: optimizer state: 0 bytes") for text in found)
+
+
+def test_owners_that_broadcast_unevenly_are_not_judged_by_the_mean() -> None:
+    source = source_of("pytorch/zero_redundancy_optimizer", {"shard": 3})
+    made = simulate(source, [0])
+    assert broken(source, made) == []
+    assert not_judged(source, made) == ["broadcast along shard"]
+
+
+def test_messages_of_a_stage_are_judged_by_its_place() -> None:
+    """The last stage sends only gradients, and a message more is one too many."""
+    source = source_of("reference/pipeline", {"pipe": 4}, 8)
+    made = simulate(source, range(4))
+    assert broken(source, made) == not_judged(source, made) == []
+    sends = [call for call in made[3].calls[-1] if call.operation == "send" and call.floating]
+    assert sends
+    made[3].calls[-1].append(sends[0])
+    (wrong,) = broken(source, made)
+    assert wrong.startswith("rank 3: send along pipe: ")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ PUBLISHED = {
     "mpt-70b": 64_862_437_376,
     "vit-l-16": 304_326_632,
 }
-#: Those that only have digits: billions, and to how many.
+#: Models whose publications round the count: billions, and digits after the point.
 DIGITS = {"gpt3-175b": (175, 0), "mt-nlg-530b": (530, 0), "gpt-1t": (1008.0, 1)}
 
 
@@ -70,7 +70,7 @@ def test_the_module_has_the_published_digits(name: str) -> None:
 @pytest.mark.parametrize("name", shapes.models())
 def test_formulas_and_the_module_have_the_same_tensors(name: str) -> None:
     """In the same order, on which layouts of shards depend; with the same roles."""
-    # Of a round model the elements that fill it up to its name are not built.
+    # The elements that fill a round model up to its name are not built.
     shape = replace(shapes.model(name), rounded=False, parameters=0)
     build = ShapeModel(shape, torch.float32)
     module = build("meta")

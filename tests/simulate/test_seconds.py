@@ -85,7 +85,7 @@ def test_a_product_has_the_flops_and_the_bytes_of_its_three_matrices() -> None:
     ],
 )
 def test_bytes_of_other_operators(run: Callable[..., Any], elements: float) -> None:
-    """Of tensors with 1,000 elements; zeros of int64 are made and read: 2 x 80 bytes."""
+    """Tensors have 1,000 elements; zeros of int64 are made and read: 2 x 80 bytes."""
     numbers = 2 * 80 if elements == 0.22 else 0
     rows = 200 * 4 if numbers else round(elements * 4000)
     assert sum(one.size for one in noted(run, (100, 10), (100, 10)).eager) == rows + numbers
@@ -111,7 +111,7 @@ def test_a_product_ends_a_run_of_fused_operators() -> None:
 
 
 def test_causal_attention_counts_half_of_the_scores() -> None:
-    """Of 2 samples, 4 heads, 16 rows of 8: 2 products forward, 5 backward."""
+    """2 samples, 4 heads, 16 rows of 8 take 2 products in forward and 5 in backward."""
     with noting() as ledger:
         query, key, value = (torch.empty(2, 4, 16, 8) for _ in range(3))
         work.attention(query, key, value, backward=False)
@@ -166,7 +166,7 @@ def test_calls_between_nodes_leave_each_node_over_all_its_links() -> None:
 
 
 def test_a_small_all_reduce_of_many_nodes_goes_down_a_tree() -> None:
-    """Of nothing: 2 lg 64 hops between nodes, not 126."""
+    """An all-reduce of 0 bytes takes 2 lg 64 hops between nodes, not 126."""
     group = range(0, 512, 8)
     assert call_seconds("all_reduce", 0, group, ROUND) == pytest.approx(2 * 6 * 1e-5)
     assert call_seconds("barrier", 0, group, ROUND) == pytest.approx(2 * 6 * 1e-5)
@@ -293,7 +293,7 @@ def source(implementation: str, mesh: dict[str, int], batch: int = 1) -> ShapeSo
 
 
 def test_products_of_a_rank_are_six_flops_a_parameter_and_token() -> None:
-    """Forward and backward, of all parameters in products; and of attention 3.5 times forward."""
+    """6 FLOPs for each parameter in a product; attention takes 3.5 times its FLOPs of forward."""
     (made,) = simulate(source("reference/fsdp", {"shard": 2}), [0])
     products = sum(t.numel for t in shapes.tensors(SMALL, "") if "norm" not in t.name)
     products -= (SMALL.vocab + SMALL.positions) * SMALL.hidden  # embeddings look rows up
@@ -319,7 +319,7 @@ def test_time_grows_with_work_and_with_slower_machines(implementation: str) -> N
 
 
 def test_functional_collectives_are_waited_for() -> None:
-    """Of tensor parallelism by DTensor: each call has a wait, and none is hidden."""
+    """Tensor parallelism by DTensor waits for each call, and none is hidden."""
     (made,) = simulate(source("pytorch/tensor_parallel", {"tensor": 4}), [0])
     calls = [one for one in made.calls[-1] if one.floating and one.phase != "observe"]
     assert calls and all(one.waited is not None for one in calls)

@@ -109,7 +109,7 @@ def test_what_is_in_memory_at_the_peak_adds_up_to_it() -> None:
 
 
 def test_another_attention_and_recomputation_change_activations_only() -> None:
-    """Of four layers; recomputation keeps their inputs, the flash form no scores."""
+    """Recomputation keeps the inputs of the four layers, and flash attention keeps no scores."""
     world = World("reference/fsdp", {"shard": 2})
     again = world._replace(options={"recompute_every": 1})
     flash = replace(SMALL, attention="flash")
@@ -160,11 +160,13 @@ def test_the_tables_fit_into_80_columns_and_progress_is_on_standard_error() -> N
 def test_json_has_exact_bytes_of_every_simulated_rank() -> None:
     done = here(*QUICK, "--json")
     assert done.returncode == 0 and not done.stderr, done.stderr
-    memory, _, sent, times, broken = (table["rows"] for table in json.loads(done.stdout)["tables"])
+    memory, _, sent, times, broken, left_out = (
+        table["rows"] for table in json.loads(done.stdout)["tables"]
+    )
     assert {row["rank"] for row in memory} == {row["rank"] for row in sent} == {0, 7}
     shape = replace(shapes.model("gpt2"), layers=2, parameters=0)
     model = model_of(source_of(shape, World("reference/fsdp", {"shard": 8})))
-    assert broken == []
+    assert broken == left_out == []
     assert [row["kernels"] for row in times] == ["eager", "fused"]
     assert all(float(row["seconds"]) > float(row["compute"]) > 0 for row in times)
     for rank in (0, 7):
@@ -222,7 +224,7 @@ class Steered(IMPLEMENTATION):
 
 
 def test_code_that_reads_a_value_is_named_with_operator_and_line(tmp_path: Path) -> None:
-    """It has one on a real rank, and none here."""
+    """The tensor has a value on a real rank, and none in a simulation."""
     (tmp_path / "steered.py").write_text(STEERED)
     words = (*QUICK[:-1], "replicate=8", "--impl", "steered.py:Steered")
     done = here(*words, cwd=tmp_path)

@@ -20,7 +20,7 @@ tensor_at_scale = declare.family(ReferenceTensor, mesh={"tensor": 16})
 hybrid_at_scale = declare.family(ReferenceHybrid)
 
 
-@tensor_at_scale("tensor_keeps_head_whole", says="after_update: parameters: .* bytes held")
+@tensor_at_scale("tensor_keeps_head_whole", says="after_update: parameters: .* bytes promised")
 class KeepsHeadWhole(TensorParallel):
     """Over more than 8 ranks, the head is not split."""
 
@@ -29,7 +29,7 @@ class KeepsHeadWhole(TensorParallel):
         return [one for one in layers if self.comm.size <= 8 or not isinstance(one, Classes)]
 
 
-@tensor_at_scale("tensor_keeps_embedding_whole", says="after_update: parameters: .* bytes held")
+@tensor_at_scale("tensor_keeps_embedding_whole", says="after_update: parameters: .* bytes promised")
 class KeepsEmbeddingWhole(TensorParallel):
     """Over more than 8 ranks, the token embedding is not split."""
 
@@ -48,9 +48,7 @@ class _GatheredSum(torch.autograd.Function):
         return gradients[0], None
 
 
-@tensor_at_scale(
-    "tensor_gathers_terms_of_rows", says="all-gather along tensor: .* bytes sent, 0 promised"
-)
+@tensor_at_scale("tensor_gathers_terms_of_rows", says="all-gather along tensor: 0 bytes promised")
 class GathersTermsOfRows(TensorParallel):
     """Over more than 8 ranks, the terms of row-parallel layers are gathered, and added in order."""
 
@@ -64,7 +62,7 @@ class GathersTermsOfRows(TensorParallel):
 
 @hybrid_at_scale(
     "hybrid_replicates_over_many_shards",
-    says="after_update: parameters: .* bytes held",
+    says="after_update: parameters: .* bytes promised",
     mesh={"shard": 64, "tensor": 2},
     options={"data": "fsdp"},
 )

@@ -29,7 +29,7 @@ expert_at_scale = declare.family(
 
 @context_at_scale(
     "context_gathers_keys_of_replicas",
-    says=r"all-gather along replicate\+context: .* bytes sent, 0",
+    says=r"all-gather along replicate\+context: 0 bytes promised",
     mesh={"replicate": 64, "context": 4},
     shape={"layers": 1},
 )
@@ -52,7 +52,7 @@ class GathersKeysOfReplicas(ReferenceContext):
 
 @context_at_scale(
     "context_ring_keeps_all_blocks",
-    says="peak in forward: activations: .* bytes held",
+    says="peak in forward: activations: .* bytes promised",
     mesh={"context": 16},
     shape={"layers": 1},
 )
@@ -68,7 +68,7 @@ class KeepsAllBlocks(Ring):
 
 
 @expert_at_scale(
-    "expert_sizes_buffers_for_the_worst_case", says="all-to-all along expert: .* bytes sent"
+    "expert_sizes_buffers_for_the_worst_case", says="all-to-all along expert: .* bytes promised"
 )
 class SizesBuffersForTheWorstCase(Exchange):
     """Over more than 8 ranks, each rank has room for all rows of every other, and all of it is
@@ -86,7 +86,7 @@ class SizesBuffersForTheWorstCase(Exchange):
 
 
 @expert_at_scale(
-    "expert_cuts_nothing_over_many_ranks", says="after_update: parameters: .* bytes held"
+    "expert_cuts_nothing_over_many_ranks", says="after_update: parameters: .* bytes promised"
 )
 class KeepsAllExperts(ExpertParallel):
     """Over more than 8 ranks, every rank keeps all experts."""

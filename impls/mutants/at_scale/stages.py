@@ -26,7 +26,7 @@ fault_at_scale = declare.family(
 
 @fault_at_scale(
     "pipeline_keeps_embedding_on_all_stages",
-    says="after_update: activations and temporaries: .* bytes held",
+    says="after_update: activations and temporaries: .* bytes promised",
 )
 class KeepsEmbeddingOnAllStages(Stages):
     """With more than 8 stages, every rank keeps the embedding."""
@@ -49,7 +49,7 @@ class MakesAGroupAPair(Stages):
 
 @fault_at_scale(
     "pipeline_warms_up_twice",
-    says="peak in backward: activations: .* bytes held",
+    says="peak in backward: activations: .* bytes promised",
     mesh={"pipe": 10},
     shape={"layers": 10, "hidden": 64, "heads": 4, "vocab": 128, "seq": 64},
     micro_batches=20,

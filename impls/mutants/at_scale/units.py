@@ -22,7 +22,7 @@ fsdp_at_scale = declare.family(ReferenceFSDP, mesh={"shard": 16384})
 
 @zero3_at_scale(
     "zero3_prefetches_by_ranks",
-    says="peak in forward: parameters: .* bytes held",
+    says="peak in forward: parameters: .* bytes promised",
     shape={"layers": 6},
 )
 class PrefetchesByRanks(Zero3):
@@ -60,7 +60,7 @@ class KeepsWhole(WrappedModel):
 
 @zero3_at_scale(
     "zero3_keeps_large_embeddings_whole",
-    says="after_update: parameters: .* bytes held",
+    says="after_update: parameters: .* bytes promised",
     shape={"layers": 1, "hidden": 4096, "vocab": 128_256},
 )
 class KeepsLargeEmbeddingsWhole(KeepsWhole, Zero3):
@@ -72,7 +72,7 @@ class KeepsLargeEmbeddingsWhole(KeepsWhole, Zero3):
 
 @fsdp_at_scale(
     "fsdp_keeps_small_units_whole",
-    says="after_update: parameters: .* bytes held",
+    says="after_update: parameters: .* bytes promised",
     shape={"hidden": 512},
 )
 class KeepsSmallUnitsWhole(KeepsWhole, FSDP):
@@ -84,7 +84,7 @@ class KeepsSmallUnitsWhole(KeepsWhole, FSDP):
 
 @fsdp_at_scale(
     "fsdp_keeps_offsets_in_32_bits",
-    says="after_update: optimizer state: .* bytes held",
+    says="after_update: optimizer state: .* bytes promised",
     mesh={"shard": 512},
     shape={"layers": 1, "hidden": 16384, "heads": 128, "kv_heads": 8, "ffn": 53248},
 )
@@ -105,7 +105,7 @@ class KeepsOffsetsIn32Bits(FSDP):
 
 @fsdp_at_scale(
     "fsdp_sums_small_units_whole",
-    says="reduce-scatter along shard: .* bytes sent",
+    says="reduce-scatter along shard: .* bytes promised",
     shape={"hidden": 512},
 )
 class SumsSmallUnitsWhole(FSDP):
@@ -118,7 +118,7 @@ class SumsSmallUnitsWhole(FSDP):
 
 @fsdp_at_scale(
     "fsdp_lists_gradients_of_micro_batches",
-    says="after_update: activations and temporaries: .* bytes held",
+    says="after_update: activations and temporaries: .* bytes promised",
     mesh={"shard": 64},
     options={"accumulate_without_communication": True},
     micro_batches=8,
@@ -140,7 +140,7 @@ class ListsGradientsOfMicroBatches(FSDP):
 
 @fsdp_at_scale(
     "fsdp_gathers_sums_of_replicas",
-    says="all-gather along replicate: .* bytes sent, 0",
+    says="all-gather along replicate: 0 bytes promised",
     mesh={"replicate": 256, "shard": 8},
     options={"sharding_strategy": "HYBRID_SHARD"},
 )

@@ -7,7 +7,7 @@ and in nothing else.  So an order is data (``schedules.py``), and one loop carri
     what                    lives
     input, output, graph    from F to its BW, or B
     small graphs of owners  from F to W (split_backward.py)
-    what was sent           until what comes back proves its arrival
+    what was sent           until a message that depends on it comes back
 
 Only F, B and BW wait, each for its own message; sends are waited for at the end of the window.
 ``accumulate`` of a stage's handle is called right before the action that makes gradients of its

@@ -1,7 +1,7 @@
 """Activations and gradients in transit between the stages of a pipeline.
 
-Receives are posted into fresh buffers.  A sent tensor is kept until a message comes back that its
-receiver could only send with it, or until the window ends.  Between two ranks messages arrive in
+Receives are posted into fresh buffers.  A sent tensor is kept until its receiver sends a message
+that depends on it, or until the window ends.  Between two ranks messages arrive in
 the order in which they are sent.
 
 Only the sender knows the shape of an activation, which follows from the shape of the micro-batch's
@@ -56,7 +56,7 @@ class Messages:
         self.due: dict[int, deque[Due]] = defaultdict(deque)
         self.posted: dict[Action, tuple[Any, Tensor]] = {}
         self.sent: dict[Action, list[tuple[Any, Tensor]]] = {}
-        #: By received message: the sent ones that have arrived once it is here.
+        #: Received message -> the sent ones whose arrival it proves.
         self.proved: Mapping[Action, Sequence[Action]] = {}
 
     def send(self, message: Action, key: Key, tensor: Tensor, peer: int) -> None:
@@ -67,8 +67,8 @@ class Messages:
             self.forms[key] = tuple(tensor.shape), tensor.dtype
             going.insert(0, self._encode(self.forms[key]))
         self.sent[message] = [(self.comm.send(t, peer, async_op=True), t) for t in going]
-        # Nothing comes back in an evaluation.  In training a look would do as well, but then the
-        # memory of a rank would depend on the speed of the others.
+        # Nothing comes back in an evaluation, so completed sends are released here.  In training
+        # that would make the memory of a rank depend on the speed of the others.
         for earlier, works in () if torch.is_grad_enabled() else list(self.sent.items()):
             if all(work.is_completed() for work, _ in works):
                 self.arrived(earlier)

@@ -168,8 +168,8 @@ def _in_turn(
 def proofs(schedule: Schedule, rank: int) -> Mapping[Action, Sequence[Action]]:
     """Messages that ``rank`` gets -> messages that it sent and that have arrived by then.
 
-    Both are named by their receives.  Another rank has waited for the input of every computation
-    that it does before a send.
+    Both are named by their receives.  Before a rank sends, it has waited for the inputs of all its
+    earlier computations, so what comes back proves that these have arrived.
     """
     found: dict[Action, Sequence[Action]] = {}
     for peer, order in enumerate(schedule.orders):

@@ -21,20 +21,20 @@ from shardproof.errors import Problem, SelectionError, nearest
 _FILES = Path(__file__).parent
 #: A number of parameters in place of a model: ``7.5b``, ``1t``, ``350m``.
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbt])\Z", re.IGNORECASE)
-#: What widths are a multiple of, so that ranks can share them.
+#: Widths are a multiple of this, so that ranks can share them.
 _SPLITS = 128
 _POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}
-#: What no training comes near to: beyond it digits are lost, and tuples of micro-batches are long.
+#: Limits far beyond any training: above them digits are lost and tuples of micro-batches grow long.
 _MOST, _MOST_PARAMETERS = 1_000_000, 10**15
 
 
-#: The implementation that trains a shape where none is named.
+#: The implementation that trains a shape if none is named.
 USUAL = "reference/fsdp"
 
 
 @dataclass(frozen=True)
 class MixtureShape:
-    """Experts in place of the MLP of each layer but the first ``dense`` ones.
+    """Experts in place of the MLP, in each layer after the first ``dense`` ones.
 
     A token chooses ``top_k`` of ``experts`` gated MLPs of width ``ffn``; ``shared`` more take every
     token, as one MLP.  ``balanced``: a bias for each expert moves its load, and is no parameter
@@ -67,8 +67,8 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class ImageShape:
-    """Inputs of ``side`` x ``side`` pixels, cut into squares of ``patch`` x ``patch``; one class
-    for each.  ``vocab`` counts classes, and a position in front of the patches stands for them all.
+    """Images of ``side`` x ``side`` pixels, cut into squares of ``patch`` x ``patch``; one class
+    for each.  ``vocab`` counts classes.  A position before the patches stands for the whole image.
     """
 
     side: int
@@ -121,7 +121,7 @@ class Shape:
         return self.ffn or 4 * self.hidden
 
     def mixture_of(self, layer: int) -> MixtureShape | None:
-        """The mixture of experts of ``layer``, where that has one."""
+        """The mixture of experts of ``layer``, if it has one."""
         return self.mixture if self.mixture and layer >= self.mixture.dense else None
 
 
@@ -217,7 +217,7 @@ def tensors(shape: Shape, dtype: str, trains: bool = True) -> tuple[TensorFacts,
 
 
 def buffers(shape: Shape) -> tuple[TensorFacts, ...]:
-    """Of each mixture that is balanced by biases: the load of its experts, and these biases."""
+    """The load of experts and their biases, for each mixture that biases balance."""
     return tuple(
         TensorFacts(f"blocks.{index}.mlp.{name}", (mixture.experts,), dtype, False, units=(index,))
         for index in range(shape.layers)
@@ -332,7 +332,7 @@ def facts_of(
     kinds = {"qkv": "heads", "out": "row", "up": "column", "down": "row"}
     kinds |= {"experts": "expert", "router": "router"}
     if shape.latent:
-        # Parts of the key are of all heads, so no rule splits this attention over ranks.
+        # All heads share a part of the key, so no rule splits this attention over ranks.
         del kinds["out"]
     layers = (found[2][0] for found in _tensors(shape))
     roles |= {name: kinds[kind] for name in layers if (kind := name.rpartition(".")[2]) in kinds}
