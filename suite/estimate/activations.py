@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardproof.costs.shapes import Batch, Shape
+from shardproof.costs.shapes import BatchSize, Shape
 
 #: What is computed again in backward: nothing, the scores, or every so many layers whole.
 NONE, SELECTIVE = "none", "selective"
@@ -40,12 +40,12 @@ class Setting:
     recompute: str | int = NONE
     cut: int = 1
 
-    def tokens(self, shape: Shape, batch: Batch) -> int:
+    def tokens(self, shape: Shape, batch: BatchSize) -> int:
         """Positions of a micro-batch on the fullest of the ranks that ``cut`` them."""
         return batch.samples * -(-(batch.positions or shape.seq) // self.cut)
 
 
-def of_layer(shape: Shape, batch: Batch, how: Setting) -> float:
+def of_layer(shape: Shape, batch: BatchSize, how: Setting) -> float:
     """Bytes of one layer that keeps all that it does not compute again as scores."""
     e, positions = how.item, batch.positions or shape.seq
     tokens, h = how.tokens(shape, batch), shape.hidden
@@ -94,7 +94,7 @@ def of_units(first: float, units: Sequence[Unit], last: float, recompute: str | 
     return Kept(inputs + last, inputs + max(again, last))
 
 
-def of_ends(shape: Shape, batch: Batch, how: Setting) -> tuple[float, float]:
+def of_ends(shape: Shape, batch: BatchSize, how: Setting) -> tuple[float, float]:
     """Bytes of the embedding (the mask of its dropout), and of last norm, head and loss."""
     tokens = how.tokens(shape, batch)
     parts = how.tensor if how.sequence_parallel else 1

@@ -28,7 +28,7 @@ from shardproof.costs import shapes
 from shardproof.costs.expression import Functions, Grammar, parse
 from shardproof.costs.schedules import FORMS
 from shardproof.costs.schedules import Setting as Window
-from shardproof.costs.shapes import Batch
+from shardproof.costs.shapes import BatchSize
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
 from shardproof.estimate import activations, figures
 from shardproof.estimate.own import strategy_of
@@ -252,7 +252,7 @@ def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
     if "model" not in given:
         return {"GB": Fraction(10**9)} | {k: Fraction(str(v)) for k, v in given.items()}
     shape = shapes.model(str(given.pop("model")))
-    batch = Batch(
+    batch = BatchSize(
         *(given.pop(k, d) for k, d in (("samples", 1), ("positions", 0), ("micro_batches", 1)))
     )
     again, accounting = given.pop("recompute", "none"), given.pop("accounting", "A16")

@@ -118,7 +118,7 @@ def estimate(
 
     most = None if memory is None else memory_of(memory)
     shape, axes_given = shapes.model(model), assigned.mesh(mesh)
-    work = shapes.Batch(batch, seq, micro_batches)
+    work = shapes.BatchSize(batch, seq, micro_batches)
     again: str | int = int(recompute) if recompute.isdecimal() else recompute
     if again not in ("none", "selective") and not (isinstance(again, int) and again > 0):
         remedy = nearest(recompute, ("none", "selective"), "a number of layers, or")

@@ -17,7 +17,7 @@ from shardproof.costs.model_facts import ModelFacts
 from shardproof.costs.offload import asked
 from shardproof.costs.schedules import FORMS
 from shardproof.costs.schedules import Setting as Window
-from shardproof.costs.shapes import Batch, Shape, accountings, facts_of, itemsize
+from shardproof.costs.shapes import BatchSize, Shape, accountings, facts_of, itemsize
 from shardproof.costs.stages import schedule_name, stages_of
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.estimate import activations
@@ -29,7 +29,7 @@ _LOOKED_AT = 200_000
 #: Ranks of the largest mesh: each has an entry in the model facts.
 _MOST_RANKS = 1_000_000
 _GB = 10**9
-_ONE = Batch()
+_ONE = BatchSize()
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def of_shape(
     strategy: str,
     mesh: Mapping[str, int],
     accounting: str = "A16",
-    batch: Batch = _ONE,
+    batch: BatchSize = _ONE,
     options: Options | None = None,
     recompute: str | int = activations.NONE,
     implementation: str = "",

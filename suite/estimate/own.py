@@ -12,7 +12,7 @@ from shardproof.axes import dividing
 from shardproof.contract import Refused, Role
 from shardproof.costs import shapes
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, heads_of, shape_key
-from shardproof.costs.shapes import Batch
+from shardproof.costs.shapes import BatchSize
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.estimate import activations, figures
 from shardproof.estimate.figures import Estimate
@@ -90,7 +90,7 @@ def estimate(
         options["recompute_every"] = recompute
     strategy = strategy_of(impl, options)
     axes = figures.mesh_of(strategy, gpus, mesh or {})
-    batch = Batch(samples, positions, micro_batches)
+    batch = BatchSize(samples, positions, micro_batches)
     if isinstance(model, str):
         shape, told = shapes.model(model), accounting or "A16"
         return figures.of_shape(shape, strategy, axes, told, batch, options, recompute, impl)

@@ -20,7 +20,7 @@ from shardproof.errors import Problem, SelectionError, nearest
 
 if TYPE_CHECKING:
     from shardproof.contract import Implementation, Options
-    from shardproof.costs.shapes import Batch, Shape
+    from shardproof.costs.shapes import BatchSize, Shape
     from shardproof.simulate.rank import SimulatedRank
     from shardproof.simulate.sources import ShapeSource
 
@@ -36,8 +36,8 @@ def simulate(
         str, typer.Argument(metavar="MODEL", help="a name of `shardproof estimate --models`")
     ] = "",
     impl: Annotated[
-        str, typer.Option("--impl", metavar="NAME", help="implementation, e.g. reference/fsdp")
-    ] = "reference/fsdp",
+        str, typer.Option("--impl", metavar="NAME", help="implementation (default: reference/fsdp)")
+    ] = "",
     mesh: Annotated[
         str, typer.Option("--mesh", metavar="A=N,...", help="size of each axis, e.g. shard=64")
     ] = "",
@@ -105,6 +105,9 @@ def simulate(
         from shardproof.simulate.compared import compare_run
 
         raise typer.Exit(compare_run(against))
+    from shardproof.costs import shapes
+
+    impl = impl or shapes.USUAL
     source = _source(model, impl, mesh, accounting, layers, attention, recompute, option or ())
     source = replace(source, work=_work(source.shape, batch, seq, micro_batches))
     world = math.prod(source.axes.values())
@@ -226,17 +229,17 @@ def _shape(shape: Shape, layers: int, attention: str) -> Shape:
     return replace(shape, layers=layers or shape.layers, attention=attention or shape.attention)
 
 
-def _work(shape: Shape, batch: int, seq: int, micro_batches: int) -> Batch:
+def _work(shape: Shape, batch: int, seq: int, micro_batches: int) -> BatchSize:
     """The work of a step.
 
     :raises SelectionError: the model has fewer positions.
     """
-    from shardproof.costs.shapes import Batch
+    from shardproof.costs.shapes import BatchSize
 
     if shape.positions and seq > shape.positions:
         what = f"{shape.name} has {shape.positions:,} learned positions, fewer than --seq"
         raise SelectionError(Problem(what, f"give up to {shape.positions}", str(seq)))
-    return Batch(batch, seq, micro_batches)
+    return BatchSize(batch, seq, micro_batches)
 
 
 def _system(impl: str, options: Options) -> type[Implementation]:

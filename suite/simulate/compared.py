@@ -35,8 +35,6 @@ from shardproof.verdicts import BROKEN, GREEN, HELD, NOT_DECIDED, kind
 
 #: What a value decides, a fake tensor cannot.
 _STEERED = (DataDependentOutputException, DynamicOutputShapeException)
-#: Backends whose calls are logged in the form in which a simulated rank makes them.
-_BACKENDS = ("in_memory", "gloo", "mpi")
 #: Differences of a case that are printed.
 _SHOWN = 3
 
@@ -74,8 +72,9 @@ def unready(result: CaseResult) -> str:
         return "it trains nothing"
     if kind(result.verdict) not in GREEN or result.record is None:
         return "it did not pass"
-    if case.backend not in _BACKENDS:
-        return f"backend {case.backend} cannot be simulated"
+    backend = BACKENDS.get(case.backend)
+    if backend is None or backend.device != "cpu":
+        return "its backend is not installed, or its ranks have GPUs, which are not simulated"
     return unlike(case)
 
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -70,6 +71,13 @@ def known_integers() -> Iterator[None]:
     """Simulate inside."""
     with patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", _MOST), KnownIntegers():
         yield
+
+
+def kept(tensor: Tensor) -> Tensor:
+    """A fake tensor like ``tensor`` whose values are known; called inside of a simulation."""
+    mode = active_fake_mode()
+    assert mode is not None
+    return mode.fake_tensor_converter.from_real_tensor(mode, tensor, make_constant=True)
 
 
 def forget(tensor: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The training of a simulated rank: the model of a published shape, or that of a case.
 
 Both give fake tensors only.  A case's model and batches are made for real first, since their values
-are drawn, and replaced by tensors of the same shapes.
+are drawn, and replaced by tensors of the same shapes; the values of its batches stay known.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shardproof import workloads
 from shardproof.axes import joint_groups
 from shardproof.case import Case, data_shares
 from shardproof.contract import Batch, Build, MicroBatch, OptimizerSpec, Options
-from shardproof.costs.shapes import Batch as Work
-from shardproof.costs.shapes import Shape
+from shardproof.costs.shapes import BatchSize, Shape
+from shardproof.simulate.known import kept
 from shardproof.simulate.model import ShapeModel
 
 Watch = Callable[[nn.Module, Sequence[str]], None]
@@ -63,7 +63,7 @@ class ShapeSource:
     axes: Mapping[str, int]
     optimizer: OptimizerSpec
     options: Options = field(default_factory=dict)
-    work: Work = field(default_factory=Work)
+    work: BatchSize = field(default_factory=BatchSize)
     dtype: torch.dtype = torch.float32
     steps: int = 2
 
@@ -122,8 +122,9 @@ class CaseSource:
 
 
 def _micro(micro: MicroBatch) -> MicroBatch:
+    # The first tokens of samples hold flags, by which traits choose the layers that are used.
     names = ("inputs", "targets", "weights", "sample_ids")
-    return MicroBatch(*(valueless(getattr(micro, name)) for name in names))
+    return MicroBatch(*(kept(getattr(micro, name)) for name in names))
 
 
 def valueless(tensor: Tensor) -> Tensor:

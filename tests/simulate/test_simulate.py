@@ -19,7 +19,7 @@ from shardproof import registry
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.costs import CostModel, cost_model_of, shapes
 from shardproof.costs.model import JUDGED
-from shardproof.costs.shapes import Batch, Shape
+from shardproof.costs.shapes import BatchSize, Shape
 from shardproof.simulate import figures
 from shardproof.simulate.rank import SimulatedRank, simulate
 from shardproof.simulate.sources import ShapeSource
@@ -50,7 +50,7 @@ WORLDS = [
 
 
 def source_of(shape: Shape, world: World) -> ShapeSource:
-    work = Batch(1, shape.seq, world.micro_batches)
+    work = BatchSize(1, shape.seq, world.micro_batches)
     adam = OptimizerSpec("adamw", momentum=0.0)
     return ShapeSource(
         shape, world.implementation, world.mesh, adam, dict(world.options), work, torch.float32

@@ -27,6 +27,10 @@ _POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}
 _MOST, _MOST_PARAMETERS = 1_000_000, 10**15
 
 
+#: The implementation that trains a shape where none is named.
+USUAL = "reference/fsdp"
+
+
 @dataclass(frozen=True)
 class Shape:
     """A GPT-like model; the keys of ``models.yaml``.
@@ -65,7 +69,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSize:
     """The work of a step: samples of a micro-batch, positions, and micro-batches of each rank."""
 
     samples: int = 1
@@ -124,7 +128,9 @@ def model(name: str) -> Shape:
     if (count := _COUNT.match(name)) and name.lower() not in models():
         size = float(count[1]) * 10 ** _POWERS[count[2].lower()]
         if not 0.5 <= size <= _MOST_PARAMETERS:
-            raise SelectionError(Problem("parameter count out of range", "write e.g. 7.5b", name))
+            raise SelectionError(
+                Problem("parameter count out of range", "write 7.5b, for example", name)
+            )
         alike = (s for s in models().values() if s.rounded and s.parameters == round(size))
         return next(alike, Shape(name, parameters=round(size)))
     if name[:1].isdigit() and not get_close_matches(name.lower(), models(), 1):
@@ -191,7 +197,7 @@ def _layer(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def facts_of(
-    shape: Shape, axes: Mapping[str, int], options: Options, accounting: str, batch: Batch
+    shape: Shape, axes: Mapping[str, int], options: Options, accounting: str, batch: BatchSize
 ) -> ModelFacts:
     """The facts of ``shape`` for cost models on a mesh; ``options``: an implementation's."""
     about = known(accounting, accountings(), "accounting")
