@@ -19,6 +19,7 @@ from shardproof import estimate, registry, strategies, workloads
 from shardproof.cases.runner import run_cases
 from shardproof.costs.accounting import accounting_of
 from shardproof.costs.model import JUDGED
+from shardproof.costs.model_facts import ModelFacts
 from shardproof.errors import SelectionError
 from shardproof.estimate import activations, figures, own, shapes
 from shardproof.estimate.command import memory_of
@@ -393,6 +394,21 @@ def test_ranks_that_cut_positions_share_the_activations_of_one_sample(ranks: int
     keys_and_values = 32 * 2048 * 2 * 4096 * 4
     ring = keys_and_values * (3 - 2 / ranks)
     assert found.sent == 2 * (ranks - 1) / ranks * found.gradients + ring
+
+
+def test_the_links_of_a_ring_do_not_ask_again_where_a_backward_comes_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """64 ranks have 64 links for each of 32 attentions and 64 shares."""
+    asked, original = list[str](), ModelFacts.is_reached
+
+    def is_reached(facts: ModelFacts, name: str) -> bool:
+        asked.append(name)
+        return original(facts, name)
+
+    monkeypatch.setattr(ModelFacts, "is_reached", is_reached)
+    estimate("7b", impl="context", mesh={"context": 64}, accounting="A32")
+    assert 0 < len(asked) <= 64
 
 
 def test_a_mixed_accounting_of_experts_is_refused() -> None:
