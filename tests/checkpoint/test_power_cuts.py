@@ -145,8 +145,14 @@ class WritesTheManifestInPlace(Recorder):
             super().rename(old, new)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [NeverSyncsFiles, NeverSyncsFolders, WritesTheManifestInPlace])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        NeverSyncsFolders,
+        pytest.param(NeverSyncsFiles, marks=pytest.mark.slow),
+        pytest.param(WritesTheManifestInPlace, marks=pytest.mark.slow),
+    ],
+)
 def test_the_replay_finds_what_was_forgotten(
     fault: Callable[[Path], Recorder], tmp_path: Path
 ) -> None:
