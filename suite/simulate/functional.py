@@ -57,13 +57,17 @@ _CALLS: dict[str, _Make] = {
 
 
 def call(func: Any, args: Sequence[Any], result: Any) -> None:
-    """Make the call of ``func`` if it is a functional collective; ``result``: its fake result.
+    """Make the call of ``func`` if it is a functional collective, or wait for one.
+
+    ``result``: its fake result.
 
     :raises NotImplementedError: it is one that is not known here.
     """
     space, _, name = func._schema.name.partition("::")
-    if space != "_c10d_functional" or name == "wait_tensor":
+    if space != "_c10d_functional":
         return
+    if name == "wait_tensor":
+        return waited(args[0])
     if name not in _CALLS:
         raise NotImplementedError(f"{func} cannot be simulated: its call is not known")
     *given, group = args
@@ -83,6 +87,11 @@ def waited(result: Any) -> None:
     handle = _under_way.pop(id(result.untyped_storage()), None)
     if handle is not None:
         handle.note_wait()
+
+
+def let_go() -> None:
+    """Forget calls that nobody waited for; they keep tensors."""
+    _under_way.clear()
 
 
 def _reduction(name: str) -> Any:

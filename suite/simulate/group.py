@@ -36,6 +36,10 @@ Letter = tuple[int, int, int]
 _Kind = tuple[str, str | None, int]
 
 
+#: Most times in a row that a rank may say the same to calls that no other rank has made.
+_MOST_ALONE = 100
+
+
 class Hearsay:
     """Control numbers that simulated ranks gave to calls, and the answers that they got."""
 
@@ -45,13 +49,21 @@ class Hearsay:
         self._counts: dict[tuple[int, ...], int] = {}
         self._sent: dict[Letter, Tensor] = {}
         self._received: dict[Letter, Tensor] = {}
-        #: Whether the rank got a message that its sender has not sent yet.
+        #: Whether the rank got a message that its sender has not sent yet, or waits in vain.
         self.guessed = False
+        self._alone = 0
 
     def begin(self) -> None:
         """Another rank begins."""
         self._counts.clear()
-        self.guessed = False
+        self.guessed, self._alone = False, 0
+
+    def end(self, rank: int) -> None:
+        """Global rank ``rank`` is over: forget calls of an earlier run that it did not repeat."""
+        for (place, own), _ in [*self._answered.items()]:
+            members, number = place
+            if members[own] == rank and number > self._counts.get(members, -1):
+                del self._answered[place, own], self._said[place][own]
 
     def send(self, sender: int, receiver: int, own: Tensor) -> None:
         """Note the message ``own``; both are global ranks."""
@@ -83,10 +95,25 @@ class Hearsay:
         """The result of ``request`` for ``members``, of which group rank ``rank`` says ``own``."""
         number = self._counts[members] = self._counts.get(members, -1) + 1
         place = members, number
-        self._said.setdefault(place, {})[rank] = own.clone()
+        said = self._said.setdefault(place, {})
+        self._follow(members, number, rank, own)
+        said[rank] = own.clone()
         kind = request.operation, request.reduce, request.root or 0
         self._answered[place, rank] = kind, (given := self._combined(place, rank, kind))
         return given
+
+    def _follow(self, members: tuple[int, ...], number: int, rank: int, own: Tensor) -> None:
+        """Count how often ``rank`` says the same and hears nobody.
+
+        :raises LookupError: it waits for ranks that said something else before.
+        """
+        before = self._said.get((members, number - 1), {}).get(rank)
+        others = self._said[members, number].keys() - {rank}
+        is_same = before is not None and torch.equal(before, own) and not others
+        self._alone = self._alone + 1 if is_same else 0
+        if self._alone > _MOST_ALONE and self._said[members, 0].keys() - {rank}:
+            self.guessed = True
+            raise LookupError(f"rank {members[rank]} waits for ranks that have not answered yet")
 
     def _combined(self, place: Place, rank: int, kind: _Kind) -> Tensor:
         operation, reduce, root = kind

@@ -27,7 +27,7 @@ from shardproof.ledgers.memory.log import MemoryLog
 from shardproof.registry import answers
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
-from shardproof.simulate import group, upstream, work
+from shardproof.simulate import functional, group, upstream, work
 from shardproof.simulate.group import Simulated
 from shardproof.simulate.known import Decided, known_integers
 from shardproof.simulate.sources import Source, Watch
@@ -55,7 +55,7 @@ class SimulatedRank:
     groups: int = 0
 
 
-#: Most times that ranks are simulated until they agree on the numbers by which they decide.
+#: Most times a step that ranks are simulated until they agree on the numbers by which they decide.
 _MOST_ROUNDS = 4
 
 
@@ -79,7 +79,8 @@ def _agreed(
     source: Source, ranks: Sequence[int], began: Callable[[int], None]
 ) -> list[SimulatedRank]:
     group.hearsay = group.Hearsay()
-    for _ in range(_MOST_ROUNDS):
+    rounds = _MOST_ROUNDS * source.steps
+    for _ in range(rounds):
         found, failed = list[SimulatedRank](), None
         for rank in ranks:
             began(rank)
@@ -94,7 +95,7 @@ def _agreed(
             return found
     if failed is not None:
         raise failed
-    raise RuntimeError(f"ranks {list(ranks)} did not agree in {_MOST_ROUNDS} rounds")
+    raise RuntimeError(f"ranks {list(ranks)} did not agree in {rounds} rounds")
 
 
 def simulate_rank(source: Source, rank: int) -> SimulatedRank:
@@ -110,8 +111,11 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
             assert log is not None
             decided = Decided(partial(source.is_finite, rank), log)
             with known_integers(decided):
-                return _trained(source, mesh, decided)
+                found = _trained(source, mesh, decided)
+            group.hearsay.end(rank)
+            return found
     finally:
+        functional.let_go()
         joined.leave()
         sys.excepthook = hook  # torch puts the rank before every later traceback
 

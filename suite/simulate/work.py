@@ -91,12 +91,14 @@ class WorkLedger(MemoryLedger):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.noting or self._pauses or result is NotImplemented:
+        if result is NotImplemented:
             return result
         kind, *_ = operators.KNOWN[id(func)]
         if kind == operators.WAIT:
-            functional.waited(args[0])
-        elif kind not in (operators.VIEW, operators.SENDS):
+            functional.waited(args[0])  # the ledger ends this operator here
+        if not self.noting or self._pauses:
+            return result
+        if kind not in (operators.VIEW, operators.SENDS, operators.WAIT):
             self._note(func, args, kwargs or {}, result)
         return result
 
