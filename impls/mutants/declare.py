@@ -79,7 +79,7 @@ def family(*parents: type[Implementation], **usual: Any) -> Declare:
     def mutant(name: str, *, parent: type[Implementation] | None = None, **fields: Any) -> Any:
         def declare(cls: C) -> C:
             candidates = parents if parent is None else (parent,)
-            clean, made = next((p, made) for p in candidates if (made := _planted(cls, p)))
+            clean, made = next((p, made) for p in candidates if (made := planted(cls, p)))
             # ``overlap`` looks at steps after the second: buckets may be built anew until then.
             asked = (usual | fields).get("killed_by", ())
             settled = {"steps": 3} if "overlap" in asked else {}
@@ -94,14 +94,14 @@ def family(*parents: type[Implementation], **usual: Any) -> Declare:
     return mutant
 
 
-def _planted(fault: type, owner: type) -> Any:
+def planted(fault: type, owner: type) -> Any:
     """``owner`` with its ``*_type``, at any depth, replaced by the ``fault`` that inherits from
     it.
     """
     if issubclass(fault, owner):
         return fault
     parts = {name: getattr(owner, name) for name in dir(owner) if name.endswith("_type")}
-    made = {name: _planted(fault, part) for name, part in parts.items()}
+    made = {name: planted(fault, part) for name, part in parts.items()}
     # In all of them: what formats of checkpoints share is a part of each.
     body = {name: part for name, part in made.items() if part is not None}
     if not body:

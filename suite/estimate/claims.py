@@ -28,9 +28,9 @@ from shardproof.costs import shapes
 from shardproof.costs.expression import Functions, Grammar, parse
 from shardproof.costs.schedules import FORMS
 from shardproof.costs.schedules import Setting as Window
-from shardproof.costs.shapes import BatchSize
+from shardproof.costs.shapes import BatchSize, activations
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
-from shardproof.estimate import activations, figures
+from shardproof.estimate import figures
 from shardproof.estimate.own import strategy_of
 from shardproof.scenarios.load import of_node, read_as
 from shardproof.scenarios.schema import Model, Scenario, Values
@@ -272,7 +272,7 @@ def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
     if shape.layers:
         tokens = batch.samples * (batch.positions or shape.seq)
         parts, split = axes.parts(mesh, "widths"), bool(options.get("sequence_parallel"))
-        how = activations.Setting(2, parts, split, again)
+        how = activations.LayerSetting(2, parts, split, again)
         found["layer"] = Fraction(activations.of_layer(shape, batch, how))
         found["sbh"] = Fraction(tokens * shape.hidden)
     return found

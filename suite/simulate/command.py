@@ -93,6 +93,10 @@ def simulate(
             "--against", metavar="RUN", help="simulate the cases of this run, and compare"
         ),
     ] = None,
+    faults: Annotated[
+        bool,
+        typer.Option("--faults", help="plant each fault that only large worlds show, and judge it"),
+    ] = False,
 ) -> None:
     """Run the real code of one rank of a large world, on tensors without values.
 
@@ -104,6 +108,7 @@ def simulate(
     shardproof simulate llama-7b --mesh shard=64 --machine a100 --node 8 --plot memory.svg
     shardproof simulate mypackage.model:build --impl pytorch/fsdp2 --mesh shard=64
     shardproof simulate --against results/RUN
+    shardproof simulate --faults
 
     The ledgers of memory and traffic count what the rank allocates and sends, to the byte; a GB is
     10^9 bytes. Two steps are run, and the second is shown: the first creates the optimizer state.
@@ -118,7 +123,18 @@ def simulate(
 
     --against compares the bytes and calls of each rank of a stored run with those of the same rank
     simulated. Exit code 1: one differs; 3: no case can be compared.
+
+    --faults simulates each planted fault and its parent. Exit code 1: a fault breaks no promise, or
+    another one than it names, or a parent breaks one.
     """
+    if faults:
+        if model or mesh or against is not None:
+            what = "--faults names its own models and meshes, so others have no effect"
+            given = model or f"--mesh {mesh}" if model or mesh else f"--against {against}"
+            raise SelectionError(Problem(what, "leave them out, or leave --faults out", given))
+        from shardproof.simulate.planted.command import plant
+
+        raise typer.Exit(plant())
     if against is not None:
         if model or mesh:
             what = "--against simulates the cases of a run, so a model and a mesh have no effect"

@@ -1,9 +1,9 @@
 """Compare a simulated rank with the closed formulas of its strategy, tolerance 0.
 
 The last step is compared: bytes of each judged class at each mark; limits of communication,
-activations and temporaries there; peaks within their bounds; bytes and calls along each axis;
-integers by which ranks agree; and the process groups that the system makes in addition to those of
-its mesh.
+activations and temporaries there; peaks within their bounds; activations at their peak, by the
+published formulas of a Transformer; bytes and calls along each axis; integers by which ranks agree;
+and the process groups that the system makes in addition to those of its mesh.
 
 *Cannot see* values.  Traffic of a rank is compared if the formula has a figure for each rank, or
 the same one for all; messages, by the place that sends them.  :func:`not_judged` names the others:
@@ -15,33 +15,54 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
-from shardproof import registry
+from shardproof import axes, registry
 from shardproof.checks.traffic import CONTROL_BYTES, CONTROL_BYTES_A_NAME, axis_of
-from shardproof.costs import CostModel, Flow, NoCostModel, cost_model_of, shapes
+from shardproof.costs import CostModel, Flow, NoCostModel, cost_model_of, schedules, shapes, stages
 from shardproof.costs.model import JUDGED
+from shardproof.costs.shapes import activations
 from shardproof.ledgers.memory.log import FILE
 from shardproof.ledgers.memory.summary import PHASES, summary
 from shardproof.simulate.rank import SimulatedRank
 from shardproof.simulate.sources import ShapeSource
 
-#: Axis and operation -> fewest and most calls, and their bytes.
-Promised = Mapping[tuple[str, str], tuple[tuple[int, int], Fraction]]
+#: Fewest and most calls, and their bytes: the share of a rank in what all ranks do.
+Share = tuple[Fraction, Fraction, Fraction]
+_NOTHING: Share = (Fraction(), Fraction(), Fraction())
+#: Axis and operation -> share.
+Promised = Mapping[tuple[str, str], Share]
 #: Operations in which each rank of a group does the same.
 _ALIKE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 #: Process groups that a system may make for each group of its mesh, such as a copy of it.
 _MOST_GROUPS_AN_AXIS = 2
+#: Formulas leave out numbers for each row: of norms, of flash attention, of the loss.
+_MOST_ACTIVATIONS = Fraction(11, 10)
 
 
 def cost_model(source: ShapeSource, accounting: str) -> CostModel | None:
     """The promises of the strategy of ``source``; ``None``: there are none."""
     strategy = registry.load(source.implementation).strategy
     facts = shapes.facts_of(source.shape, source.axes, source.options, accounting, source.work)
+    facts = replace(facts, routed=_routed(source, len(facts.micro_batches)))
     try:
         return cost_model_of(strategy, facts)
     except NoCostModel:
         return None
+
+
+def _routed(
+    source: ShapeSource, coordinates: int
+) -> tuple[tuple[Mapping[str, tuple[int, ...]], ...], ...]:
+    """The rows of each expert in a step, by data coordinate: choices go through experts in turn."""
+    if (of := source.shape.mixture) is None:
+        return ()
+    work = source.work
+    rows, rest = divmod(work.samples * (work.positions or source.shape.seq) * of.top_k, of.experts)
+    counts = tuple((rows + (number < rest)) * work.micro_batches for number in range(of.experts))
+    layers = range(of.dense, source.shape.layers)
+    return (({f"blocks.{index}.mlp": counts for index in layers},) * coordinates,)
 
 
 def broken(
@@ -54,7 +75,8 @@ def broken(
     model = _required(source, accounting)
     found = list[str]()
     for one in made:
-        wrong = (*_held(model, one), *_sent(model, one), *_around(model, one))
+        memory = *_held(model, one), *_working(source, model, one)
+        wrong = (*memory, *_sent(model, one), *_around(model, one))
         found += [f"rank {one.rank:,}: {text}" for text in wrong]
     return found
 
@@ -133,6 +155,61 @@ def _held(model: CostModel, made: SimulatedRank) -> Iterator[str]:
                 yield f"peak in {phase}: {_named(name)}: {limits}, {most_held:,} held"
 
 
+def _working(source: ShapeSource, model: CostModel, made: SimulatedRank) -> Iterator[str]:
+    """Activations at their highest moment, of shapes that formulas know."""
+    shape, facts, step = source.shape, model.facts, len(made.calls) - 1
+    if shape.mixture or shape.latent or shape.image:
+        return
+    how = activations.LayerSetting(
+        item=shapes.itemsize(facts),
+        tensor=facts.parts("widths"),
+        sequence_parallel=bool(facts.option("sequence_parallel", False)),
+        recompute=int(facts.option("recompute_every", 0)) or activations.NONE,
+        cut=facts.parts("positions"),
+    )
+    if (wanted := _needed(source, model, how, made.rank)) is None:
+        return
+    limit = int(wanted * _MOST_ACTIVATIONS)
+    for phase in PHASES:
+        peak = made.log.peaks("activations").get((step, phase))
+        yield from _above(f"peak in {phase}: activations", peak.bytes if peak else 0, limit)
+
+
+def _needed(
+    source: ShapeSource, model: CostModel, how: activations.LayerSetting, rank: int
+) -> Fraction | None:
+    """Bytes that backward needs of all that ``rank`` has begun; ``None``: no formula."""
+    shape, work, facts = source.shape, source.work, model.facts
+    entering = Fraction(how.tokens(shape, work) * shape.hidden * how.item)
+    if how.sequence_parallel:
+        entering /= how.tensor
+    # torch composes RMS norms of operators, which keep the product with the root beside the input,
+    # and of narrow inputs a copy in fp32.
+    wide = 1 + Fraction(4, how.item) * (how.item < 4)
+    normed = entering * wide * (shape.norm == "rms")
+    layer = activations.of_layer(shape, work, how) + 2 * float(normed)
+    unit = activations.UnitBytes(layer, float(entering))
+    first, last = activations.of_ends(shape, work, how)
+    last += float(normed)
+    if (ranks := facts.parts("layers")) == 1:
+        whole = activations.of_units(first, [unit] * shape.layers, last, how.recompute)
+        return Fraction(whole.peak)
+    place, lie = facts.place(rank, axes.cutting("layers")), stages.stages_of(facts)
+    own = lie.of(place)
+    form = schedules.FORMS.get(stages.schedule_name(facts.options) or "")
+    if form is None:
+        return None
+    flying = form.held(schedules.Setting(ranks, work.micro_batches, len(own)), place)
+    if flying is None:
+        return None
+    most = max(len(lie.units[stage]) for stage in own)
+    kept = activations.of_units(first, [unit] * most, 0, how.recompute)
+    ends = last * (len(lie.units) - 1 in own)
+    # Each micro-batch keeps the stage's output as well, from which its backward begins.
+    begun = flying * (kept.by_forward + float(entering))
+    return Fraction(begun + kept.peak - kept.by_forward + ends)
+
+
 def _above(what: str, held: int, limit: int) -> Iterator[str]:
     if held > limit:
         yield f"{what}: at most {limit:,} bytes promised, {held:,} held"
@@ -157,18 +234,18 @@ def _sent(model: CostModel, made: SimulatedRank) -> Iterator[str]:
         return  # not_judged says so
     for axis, operation in sorted({*sent, *promised} - unknown):
         calls, size = sent.get((axis, operation), (0, Fraction()))
-        (low, high), wanted = promised.get((axis, operation), ((0, 0), Fraction()))
+        low, high, wanted = promised.get((axis, operation), _NOTHING)
         what = _along(axis, operation)
         if size != wanted:
             yield f"{what}: {float(wanted):,.0f} bytes promised, {float(size):,.0f} sent"
         elif not low <= calls <= high:
-            most = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            most = f"{int(low):,}" if low == high else f"{int(low):,} to {int(high):,}"
             yield f"{what}: {most} calls promised, {calls:,} made"
 
 
 def _promised(model: CostModel, rank: int) -> tuple[Promised, set[tuple[str, str]]]:
     """The traffic of ``rank``, and the keys of flows that are not promised rank by rank."""
-    found: dict[tuple[str, str], tuple[tuple[int, int], Fraction]] = {}
+    found: dict[tuple[str, str], Share] = {}
     unknown = set[tuple[str, str]]()
     for flow in (one for one in model.sent() if not one.integers):
         key = flow.axis, flow.operation
@@ -176,27 +253,29 @@ def _promised(model: CostModel, rank: int) -> tuple[Promised, set[tuple[str, str
         if share is None:
             unknown.add(key)
             continue
-        (low, high), size = found.get(key, ((0, 0), Fraction()))
-        (least, most), own = share
-        found[key] = (low + least, high + most), size + own
+        low, high, size = found.get(key, _NOTHING)
+        least, most, own = share
+        found[key] = low + least, high + most, size + own
     return found, unknown
 
 
-def _share(model: CostModel, flow: Flow, rank: int) -> tuple[tuple[int, int], Fraction] | None:
+def _share(model: CostModel, flow: Flow, rank: int) -> Share | None:
     facts = model.facts
     if flow.by_rank is not None:
         calls, size = flow.by_rank[rank]
-        return (calls, calls), size
+        return Fraction(calls), Fraction(calls), size
     others = [size for axis, size in facts.axes.items() if axis not in flow.axis.split("+")]
     # The formula is the sum over ranks, whose shares may be uneven along another axis.
     uneven = any(t.shape and t.shape[0] % size for t in facts.parameters for size in others)
     if flow.operation in ("send", "recv") and not uneven:
-        return (0, sys.maxsize), _messages(model, flow, rank)
+        return Fraction(), Fraction(sys.maxsize), _messages(model, flow, rank)
     # Of a call with a root that rank alone sends, or gets, all of it.
     if facts.parts("layers") > 1 or uneven or flow.operation not in _ALIKE:
         return None
     least, most = flow.range
-    return (least // facts.world, most // facts.world), flow.bytes / facts.world
+    # Fractions: where formulas of several ranks add up, each tells the calls of some of them.
+    world = facts.world
+    return Fraction(least, world), Fraction(most, world), flow.bytes / world
 
 
 def _messages(model: CostModel, flow: Flow, rank: int) -> Fraction:
