@@ -303,7 +303,8 @@ class MemoryLedger(TorchDispatchMode):
         if type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided:
             return () if self.fakes else (tensor,)
         if isinstance(tensor, FakeTensor):
-            return (tensor,) if tensor.fake_mode is self._fake_mode else ()
+            own = tensor.fake_mode is self._fake_mode and tensor.device.type != "meta"
+            return (tensor,) if own else ()
         if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
             inner = (getattr(tensor, name) for name in _flattened(tensor))
             return [p for t in inner if isinstance(t, Tensor) for p in self._countable(t)]
