@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -226,6 +227,13 @@ class Wing:
     ) -> int | None:
         """Plant each of ``faults`` in up to ``most`` random cases of its parent, and print how many
         die; the exit code.
+        """
+        return None
+
+    def simulated(self, training: Mapping[str, Any]) -> Mapping[str, Fraction] | None:
+        """Figures of the fullest rank of ``training`` by their names, and of its step.
+
+        :raises SelectionError: it cannot be simulated.
         """
         return None
 

@@ -1,21 +1,23 @@
 """Popular sentences about distributed training, put to the test: ``scenarios/claims/``.
 
-A file has a sentence (``about``) and figures: each is computed by a formula, or measured by cases
-of this suite.  A figure may stand beside what the sentence says of it (``claimed``); where all
-agree the sentence is *true*, where none does it is *wrong*, else it is *true if* the ``condition``
-holds.  ``honest`` is the right value; a figure that is another fails the run.
+A file has a sentence (``about``) and figures: each is computed by a formula, predicted by a
+simulation (where a ``machine`` is given), or measured by cases of this suite.  A figure may stand
+beside what the sentence says of it (``claimed``); where all agree the sentence is *true*, where
+none does it is *wrong*, else it is *true if* the ``condition`` holds.  ``honest`` is the right
+value; a figure that is another fails the run.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +38,7 @@ from shardproof.scenarios.load import of_node, read_as
 from shardproof.scenarios.schema import Model, Scenario, Values
 from shardproof.scenarios.source import Node
 from shardproof.table import Mark, Table, number
+from shardproof.wings import required
 
 #: How far a figure may be from what a sentence says of it.
 NEAR = Fraction(1, 20)
@@ -68,7 +71,9 @@ class FigureModel(Model):
     """A figure of a sentence, by a formula."""
 
     what: str = Field(description="what it is, and where")
-    of: Values = Field({}, description="arguments of estimate, or schedule, ranks, micro_batches")
+    of: Values = Field(
+        {}, description="arguments of estimate, of simulate (with a machine), or schedule"
+    )
     against: Values = Field({}, description="a second setting: against.NAME in the formula")
     value: Text = Field(description="a formula: figures of the setting, numbers, + - * / ( )")
     honest: Text = Field(description="the right value, to the digits that are written")
@@ -116,20 +121,29 @@ class Claim:
 
     @cached_property
     def computed(self) -> list[Figure]:
-        """Every figure that a formula gives.
+        """Every figure that a formula gives, and of the simulated ones what the file says.
 
         :raises ScenarioError: no formula, or a setting that cannot be.
         """
-        found = []
+        return [*self._figures(simulate=False)]
+
+    @cached_property
+    def simulated(self) -> list[Figure]:
+        """The same, with simulated figures."""
+        return [*self._figures(simulate=True)]
+
+    def _figures(self, simulate: bool) -> Iterator[Figure]:
         for place, row in enumerate(self.file.figures):
+            if "machine" in row.of and not simulate:
+                yield replace(_figure(row, Fraction(row.honest)), found=_NOT_RUN)
+                continue
             try:
                 facts = facts_of(row.of)
                 facts |= {f"against.{k}": v for k, v in facts_of(row.against).items()}
                 value = _evaluated(row.value, facts)
             except (InputError, ValueError) as error:
                 raise self.problem(["figures", place], str(error), row.what) from None
-            found.append(_figure(row, value))
-        return found
+            yield _figure(row, value)
 
     def cases(self) -> list[Case]:
         """The cases that measure it, and those of planted faults with their parents."""
@@ -164,9 +178,9 @@ class Claim:
             found += [own_case, parent]
         return found
 
-    def all_figures(self, verdicts: Mapping[str, str]) -> list[Figure]:
+    def all_figures(self, verdicts: Mapping[str, str], simulate: bool = False) -> list[Figure]:
         """Computed figures, and those of cases by what came of them (id -> verdict)."""
-        found, own = [*self.computed], dict[str, str]()
+        found, own = [*(self.simulated if simulate else self.computed)], dict[str, str]()
         for name, verdict in verdicts.items():
             if name.startswith((f"claim-{self.file.claim}::", f"claim-{self.file.claim}[")):
                 own[name] = verdict
@@ -238,6 +252,8 @@ def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
     :raises InputError: it cannot be.
     """
     given = dict(of)
+    if "machine" in given:
+        return dict(_simulated(json.dumps(given)))
     if "schedule" in given:
         name = given.pop("schedule")
         form = shapes.known(name, FORMS, "schedule")
@@ -278,6 +294,16 @@ def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
     return found
 
 
+@cache
+def _simulated(training: str) -> Mapping[str, Fraction]:
+    """Figures of ``training``, a mapping as JSON: claims ask for the same several times."""
+    from shardproof.commands.console import echo
+
+    given = json.loads(training)
+    echo(f"simulating {given.get('model')} on {given.get('mesh')}", err=True)
+    return required("simulate", "machine", lambda wing: wing.simulated(given))
+
+
 def run(paths: Sequence[Path], session: Any, how: Any) -> int:
     """Put the sentences of ``paths`` to the test: compute, run what measures them, print all.
 
@@ -302,14 +328,15 @@ def run(paths: Sequence[Path], session: Any, how: Any) -> int:
     wrong = [
         f"claim {claim.file.claim}, {one.what}: expected {one.honest}, found {one.found}"
         for claim in claims
-        for one in claim.all_figures(verdicts)
+        for one in claim.all_figures(verdicts, simulate=not how.dry_run)
         if not one.is_right and not (how.dry_run and one.found == _NOT_RUN)
     ]
     sentences = [claim for claim in claims if claim.file.claim.isdecimal()]
     papers = [claim for claim in claims if not claim.file.claim.isdecimal()]
     for title, some in (("Claims", sentences), ("Tables of papers", papers)):
         if some:
-            shown = table(some, verdicts, detailed=how.rows or len(claims) == 1)
+            detailed = how.rows or len(claims) == 1
+            shown = table(some, verdicts, detailed, simulate=not how.dry_run)
             make_console().print(shown.titled(title))
     for line in wrong:
         echo(line)
@@ -321,12 +348,17 @@ def order(name: str) -> tuple[int, str]:
     return (int(name), "") if name.isdecimal() else (10**6, name)
 
 
-def table(claims: Sequence[Claim], verdicts: Mapping[str, str], detailed: bool = False) -> Table:
+def table(
+    claims: Sequence[Claim],
+    verdicts: Mapping[str, str],
+    detailed: bool = False,
+    simulate: bool = False,
+) -> Table:
     """One line for each sentence, or (``detailed``) for each of its figures."""
     rows: list[tuple[str, ...]] = []
     marks: list[Mark] = []
     for claim in claims:
-        verdict, found = claim.verdict(), claim.all_figures(verdicts)
+        verdict, found = claim.verdict(), claim.all_figures(verdicts, simulate)
         marks.append("good" if verdict == "true" else "changed" if "true" in verdict else "bad")
         rows.append((claim.file.claim, claim.file.about, verdict, claim.file.honest))
         for one in found if detailed else ():

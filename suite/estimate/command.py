@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +14,10 @@ import typer
 from shardproof import axes, registry, strategies
 from shardproof.commands import assigned
 from shardproof.commands.console import echo, is_json, make_console
+from shardproof.costs.model import JUDGED
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.table import Table
+from shardproof.wings import required
 
 #: Bytes of a unit of memory, in lower case.
 _UNITS = {
@@ -85,6 +88,10 @@ def estimate(
         list[str] | None,
         typer.Option("--option", metavar="K=V", help="option of --impl, such as offload=optimizer"),
     ] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="run the code of each without values, and show its bytes"),
+    ] = False,
     models: Annotated[bool, typer.Option("--models", help="list the models and exit")] = False,
 ) -> None:
     """Compute the bytes that a rank holds and sends in a step, from formulas, without training.
@@ -95,11 +102,13 @@ def estimate(
     shardproof estimate 13b --impl hybrid --mesh tensor=4,pipe=2 --gpus 64 --micro-batches 8
     shardproof estimate 7b --impl fsdp --gpus 8 --recompute 1 --option offload=parameters
     shardproof estimate 7.5b --gpus 64     a size, not a model: activations are not estimated
+    shardproof estimate 7b --gpus 64 --simulate        the figures of the code next to formulas
     shardproof estimate --models
 
     The checks `memory` and `traffic` compare measured bytes with the same formulas, tolerance 0. A
     GB is 10^9 bytes; memory is that of the rank that holds the most bytes. --accounting sets how
     many bytes the value, gradient and optimizer state of a parameter take (docs/estimate.md).
+    --simulate takes seconds for each row: the code runs on tensors without values.
     """
     from shardproof.costs import shapes
 
@@ -134,6 +143,8 @@ def estimate(
         return figures.of_shape(shape, strategy, where, accounting, work, options, again, name)
 
     found, left_out = _each(impl or [], _usual(axes_given), one)
+    if simulate:
+        found = [*_all_simulated(found, work, options, again)]
     if is_json():
         return make_console().print(_exact(found, most))
     console = make_console()
@@ -145,6 +156,50 @@ def estimate(
             echo(f"{found[0].total / 1e9:,.2f} GB of {memory}: {fits(found[0], most)}")
         return None
     return console.print(_together(found, most, shapes.accountings()[accounting]["says"]))
+
+
+def _all_simulated(
+    found: Sequence[Any], work: Any, options: Mapping[str, Any], again: str | int
+) -> Iterator[Any]:
+    """Each of ``found`` with simulated figures; one of several may lack them, and is told.
+
+    :raises SelectionError: the only one cannot be simulated.
+    """
+    for one in found:
+        try:
+            yield _with_simulated(one, work, options, again)
+        except SelectionError as error:
+            if len(found) == 1:
+                raise
+            echo(f"not simulated: {one.implementation}: {error}", err=True)
+            yield one
+
+
+def _with_simulated(found: Any, work: Any, options: Mapping[str, Any], again: str | int) -> Any:
+    """``found`` with the figures of the code of its implementation, or of the strategy's reference.
+
+    :raises SelectionError: it cannot be simulated.
+    """
+    if again == "selective":
+        remedy = "give a number of layers, or leave --simulate out"
+        raise SelectionError(Problem("no system here computes scores again", remedy, again))
+    name = found.implementation
+    impl = name if "/" in name or ":" in name else f"reference/{name}"
+    if not is_json():
+        echo(f"simulating {impl}", err=True)
+    training = {
+        "model": found.model,
+        "impl": impl,
+        "mesh": found.mesh,
+        "accounting": found.accounting,
+        "options": options,
+        "samples": work.samples,
+        "positions": work.positions,
+        "micro_batches": work.micro_batches,
+    }
+    made = dict(required("simulate", "--simulate", lambda wing: wing.simulated(training)))
+    made["state"] = sum((made[kind] for kind in JUDGED), Fraction())
+    return dataclasses.replace(found, simulated=made)
 
 
 def _usual(mesh: dict[str, int]) -> list[str]:
@@ -187,32 +242,39 @@ def _together(found: list[Any], memory: int | None, says: str) -> Table:
     """One line for each estimate."""
     from shardproof.estimate.own import fits
 
-    parts = [name for name, _ in found[0].parts()]
+    parts, simulated = [name for name, _ in found[0].parts()], any(one.simulated for one in found)
     rows = []
     for one in found:
-        sizes = ["-" if n is None else f"{n / 1e9:,.2f}" for _, n in one.parts()]
-        sent = "-" if one.sent is None else f"{one.sent / 1e9:,.2f}"
-        rows.append((one.implementation, *sizes[: len(parts)], sent, fits(one, memory)))
+        sizes, sent = [_gigabytes(n) for _, n in one.parts()], _gigabytes(one.sent)
+        made = [_gigabytes(one.simulated.get("total"))] if simulated else []
+        rows.append((one.implementation, *sizes[: len(parts)], *made, sent, fits(one, memory)))
     shown = f"{found[0].on_ranks()}, GB on the fullest rank"
     bytes_of = f"{found[0].accounting}: {says}"
-    notes = (*found[0].notes, bytes_of, "sent: GB that each rank sends a step")
+    notes = [*found[0].notes, bytes_of, "sent: GB that each rank sends a step"]
+    if simulated:
+        notes.append("simulated: most that the code of the strategy holds at one moment")
     return Table(
         shown,
-        ("strategy", *parts, "sent", "memory"),
+        ("strategy", *parts, *["simulated"] * simulated, "sent", "memory"),
         rows,
         notes=notes,
-        align="l" + "r" * (len(parts) + 1),
+        align="l" + "r" * (len(parts) + simulated + 1),
     )
+
+
+def _gigabytes(size: float | Fraction | None) -> str:
+    return "-" if size is None else f"{float(size) / 1e9:,.2f}"
 
 
 def _exact(found: list[Any], memory: int | None) -> Table:
     """Every figure in bytes."""
     from shardproof.estimate.own import fits
 
-    plain = [
-        {**dataclasses.asdict(one), "state": one.state, "total": one.total}
-        | {"ratio": float(one.ratio), "fits": fits(one, memory)}
-        for one in found
-    ]
+    plain = []
+    for one in found:
+        fields = dataclasses.asdict(one)
+        made = {f"simulated {name}": float(size) for name, size in fields.pop("simulated").items()}
+        fields |= {"state": one.state, "total": one.total, "ratio": float(one.ratio)}
+        plain.append(fields | {"fits": fits(one, memory)} | made)
     rows = [[str("" if value is None else value) for value in each.values()] for each in plain]
     return Table("Estimates in bytes", tuple(plain[0]), rows)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 from shardproof import axes, strategies
 from shardproof.axes import growing
@@ -39,7 +40,7 @@ class Estimate:
     once.  ``host``: what offload keeps in host memory.  Where the layers are not known, neither
     that nor ``activations`` is: both are ``None``, and ``total`` is without them.  ``kept`` are the
     activations that are there when forward ends: fewer where layers are computed again.  ``sent``
-    is ``None`` without a formula.
+    is ``None`` without a formula.  ``simulated``: the same parts of simulated code, if asked for.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Estimate:
     sent: float | None
     source: str
     notes: Sequence[str] = field(default=())
+    simulated: Mapping[str, Fraction] = field(default_factory=dict)
 
     @property
     def state(self) -> int:
@@ -79,14 +81,21 @@ class Estimate:
     def table(self) -> Table:
         """Every part with its bytes a parameter."""
         rows = [(name, size) for name, size in self.parts() if size is not None]
+        lines: list[tuple[str, ...]]
         lines = [(name, _size(n), f"{n / self.elements:.2f}") for name, n in rows]
         title = f"{self.on_ranks()}, {self.implementation}"
-        headings = ("on the fullest rank", "GB", "bytes a parameter")
+        headings: tuple[str, ...] = ("on the fullest rank", "GB", "bytes a parameter")
+        made = ""
+        if self.simulated:
+            found = {name.replace("_", " "): size for name, size in self.simulated.items()}
+            lines = [(*line, _size(float(found[line[0]]))) for line in lines]
+            headings = (*headings, "GB simulated")
+            made = f", {_size(float(found['sent']))} GB simulated"
         says = str(accountings().get(self.accounting, {}).get("says", "as the model is built"))
         less = f"{float(self.ratio):.2f}x less state than full replication"
-        sent = () if self.sent is None else (f"each rank sends {_size(self.sent)} GB a step",)
+        sent = () if self.sent is None else (f"each rank sends {_size(self.sent)} GB a step{made}",)
         notes = (f"{self.accounting}: {says}", less, *sent, *self.notes, self.source)
-        return Table(title, headings, lines, notes=notes, align="lrr")
+        return Table(title, headings, lines, notes=notes, align="l" + "r" * (len(headings) - 1))
 
     def on_ranks(self) -> str:
         """The model and the number of ranks, in words."""
@@ -308,7 +317,7 @@ def estimated(
         sent = _sent(cost_model)
     except NoCostModel as error:
         raise SelectionError(Problem(str(error), "leave that option out", strategy)) from error
-    own = held[fullest]
+    own: dict[str, Any] = held[fullest]
     return Estimate(
         model=model,
         elements=sum(t.numel for t in facts.parameters),

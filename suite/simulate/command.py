@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -316,9 +315,6 @@ def _simulated(source: ShapeSource | OwnSource, ranks: Sequence[int]) -> list[Si
             echo(text, err=True)
 
     try:
-        with warnings.catch_warnings():
-            # Warnings of torch would repeat at every rank; the user cannot act on them.
-            warnings.simplefilter("ignore", FutureWarning)
-            return run(source, ranks, began)
+        return run(source, ranks, began)
     except Exception as error:
         raise SelectionError(asked.refused(source.implementation, error)) from error

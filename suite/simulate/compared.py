@@ -8,7 +8,6 @@ calls in their order with their bytes.  Tolerance 0.  Bytes are compared where t
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -196,8 +195,7 @@ def compare_run(path: Path) -> int:
     found = list[tuple[CaseResult, Compared]]()
     failing = 0
     progress = _Cases(console, "simulating", len(run.cases), "cases", visible=not is_json())
-    with warnings.catch_warnings(), progress as bar:
-        warnings.simplefilter("ignore")
+    with progress as bar:
         for done, result in enumerate(run.cases, 1):
             found.append((result, compared := compare_result(path, result)))
             failing += bool(compared.wrong or compared.error)

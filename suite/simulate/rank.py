@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -70,7 +71,11 @@ def simulate(
     # Control numbers are computed for real.  Threads would outlive that, and break a later fork.
     torch.set_num_threads(1)
     try:
-        return _agreed(source, ranks, began)
+        with warnings.catch_warnings():
+            # Of torch, at every rank; the user cannot act on them.
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            return _agreed(source, ranks, began)
     finally:
         torch.set_num_threads(threads)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 from shardproof.wings import Wing
 
@@ -23,6 +25,12 @@ class Simulation(Wing):
 
         short = "Run the code of one rank of a large world without values."
         app.command("simulate", short_help=short)(command.simulate)
+
+    def simulated(self, training: Mapping[str, Any]) -> Mapping[str, Fraction]:
+        """Figures of ``training`` (``calls.figures_of``)."""
+        from shardproof.simulate.calls import figures_of
+
+        return figures_of(training)
 
 
 WING = Simulation()

@@ -7,7 +7,6 @@ ranks of its parent break none.  Both train the same model on the same mesh.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -112,10 +111,7 @@ class Judge:
 def sentences(source: ShapeSource, accounting: str) -> list[str]:
     """The promises that the ranks at the ends of each axis break; an error ends with its own."""
     try:
-        with warnings.catch_warnings():
-            # Of torch, at every rank: not about the fault.
-            warnings.simplefilter("ignore", FutureWarning)
-            made = simulate(source, looked_at(source.axes))
+        made = simulate(source, looked_at(source.axes))
         return broken(source, made, accounting)
     except Exception as error:  # noqa: BLE001 - a fault may end in any way
         return [f"simulation failed: {type(error).__name__}: {error}"]
