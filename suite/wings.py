@@ -237,6 +237,10 @@ class Wing:
         """
         return None
 
+    def compared_with_simulation(self, case: Case, records: Sequence[Any]) -> Any | None:
+        """Compare the ranks of ``case`` with simulated ones (``checks.simulation.Comparison``)."""
+        return None
+
     def findings(self, thorough: bool) -> Iterator[Finding]:
         """Findings of ``shardproof doctor`` here; ``thorough``: with ``--cluster``."""
         return iter(())

@@ -19,7 +19,7 @@ from shardproof.case import Case
 from shardproof.cases import kinds as workload_kinds
 from shardproof.cases.kinds.kind import UntrainedKind
 from shardproof.cases.runner import WHOLE, Course, OnAccount, OnResult, run_cases
-from shardproof.checks import CHECKS, GENERAL
+from shardproof.checks import CHECKS, COSTLY, GENERAL
 from shardproof.checks.overlap import SETTLING
 from shardproof.checks.results import CaseResult, Kill, told
 from shardproof.table import grouped
@@ -60,7 +60,7 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
         "checkpoint": mutant.checkpoint is not None,
         "faults": mutant.fault is not None,
         "membership": bool(mutant.membership or mutant.deaths),
-    }
+    } | {name: name in mutant.killed_by for name in COSTLY}
     names = ("backend", "workload", "optimizer", "lane", "dtype", "steps", "checkpoint", "fault")
     mappings = ("mesh", "precision", "expect", "membership")
     fields = {name: getattr(mutant, name) for name in names}

@@ -45,6 +45,8 @@ GENERAL = (
 )
 #: Checks of something that the scenario names under ``expect``, or of what it plans.
 EXPECTED = ("refusals", "relations", "checkpoint", "faults", "membership")
+#: Checks that cost as much as the case, so that a scenario has to name them.
+COSTLY = ("simulation",)
 #: The checks of workloads that train nothing (``calls``, ``epochs``, ``votes``): of others only
 #: ``faults`` applies there.
 OF_UNTRAINED = {
@@ -54,7 +56,7 @@ OF_UNTRAINED = {
 }
 #: Every check and the module that holds it.
 CHECKS: dict[str, str] = {
-    **{name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED)},
+    **{name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED, *COSTLY)},
     **OF_UNTRAINED,
 }
 

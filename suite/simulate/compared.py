@@ -91,10 +91,15 @@ def compare_result(path: Path, result: CaseResult) -> Compared:
     ranks = account.figures.records if account.figures is not None else ()
     if not ranks:
         return Compared(result.id, 0, (), "its ranks left no record")
+    return compared(result.case, ranks)
+
+
+def compared(case: Case, records: Sequence[RankRecord]) -> Compared:
+    """As :func:`compare`; an error of the simulation is a finding as well."""
     try:
-        return compare(result.case, ranks)
+        return compare(case, records)
     except Exception as error:  # noqa: BLE001 - any error of a simulation is a finding
-        return Compared(result.id, 0, (), error=f"its simulation failed: {_told(error)}")
+        return Compared(case.id, 0, (), error=f"its simulation failed: {_told(error)}")
 
 
 def compare(case: Case, records: Sequence[RankRecord]) -> Compared:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,10 @@ from shardproof.wings import Wing
 
 if TYPE_CHECKING:
     import typer
+
+    from shardproof.case import Case
+    from shardproof.evidence.records import RankRecord
+    from shardproof.simulate.compared import Compared
 
 
 class Simulation(Wing):
@@ -31,6 +35,12 @@ class Simulation(Wing):
         from shardproof.simulate.calls import figures_of
 
         return figures_of(training)
+
+    def compared_with_simulation(self, case: Case, records: Sequence[RankRecord]) -> Compared:
+        """Simulate every rank of ``case`` and compare it with its record."""
+        from shardproof.simulate.compared import compared
+
+        return compared(case, records)
 
 
 WING = Simulation()

@@ -28,7 +28,7 @@ from shardproof.cases.kills import (
     why_not_killed,
 )
 from shardproof.cases.runner import Course
-from shardproof.checks import GENERAL, OF_UNTRAINED, Outcome, Worst
+from shardproof.checks import COSTLY, GENERAL, OF_UNTRAINED, Outcome, Worst
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.commands.execution import Planting
 from shardproof.commands.verify import verify
@@ -140,7 +140,7 @@ def test_a_kill_is_judged_again_by_its_line_alone() -> None:
 def test_every_check_that_faces_faults_kills_one() -> None:
     killers = {name for chosen in representatives() for name in chosen.mutant.killed_by}
     more = {"relations", "checkpoint", "faults", "membership"}
-    assert killers == {*GENERAL, *OF_UNTRAINED, *VERDICT_KILLERS, *more}
+    assert killers == {*GENERAL, *COSTLY, *OF_UNTRAINED, *VERDICT_KILLERS, *more}
 
 
 def test_there_are_enough_faults_and_each_names_its_trigger_and_killer() -> None:

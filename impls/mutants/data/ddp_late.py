@@ -356,3 +356,22 @@ class FullStateOfTheStart(ReferenceDDP):
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         return self.start if kind == "parameters" else super().full_state(kind)
+
+
+@mutant(
+    "ddp_copies_buckets_by_address",
+    says="bytes real, .* simulated",
+    killed_by=("simulation",),
+    weighed=True,
+)
+class CopiesBucketsByAddress(DDP):
+    """A bucket that does not begin at a page of memory is copied before it is sent: what a rank
+    holds depends on where its tensors lie.
+    """
+
+    copies: tuple[Tensor, ...] = ()
+
+    def reduce(self, bucket: GradientBucket) -> Work:
+        if bucket.flat.data_ptr() % 4096:
+            self.copies = (*self.copies[-1:], bucket.flat.clone())
+        return super().reduce(bucket)
