@@ -54,11 +54,14 @@ class PerRank(Generic[T]):
         return self._process if value is None else value
 
     def set(self, value: T | None, process: bool) -> None:
-        """Set the value for the whole process, or for the calling thread only."""
+        """Set the value for the whole process, or for the calling thread only.
+
+        A value of the process takes the place of what the calling thread had: a leader may have
+        been a rank among threads before.
+        """
         if process:
             self._process = value
-        else:
-            self._thread.value = value
+        self._thread.value = None if process else value
 
 
 @dataclass(frozen=True, slots=True)

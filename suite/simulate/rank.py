@@ -41,8 +41,9 @@ class SimulatedRank:
     that its system made.
 
     The rest is of the last step: ``work``, its operators; ``actions``, the computations of a
-    pipeline's stages; ``tokens``, elements of the inputs; ``place``, along the axis of stages;
-    ``schedule``, of one window of micro-batches, if the implementation announces one.
+    pipeline's stages; ``tokens``, integers of the inputs, or samples if they are none; ``place``,
+    along the axis of stages; ``schedule``, of one window of micro-batches, if the implementation
+    announces one.
     """
 
     rank: int
@@ -195,7 +196,7 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
                 answers.number(system, "step", result.loss)
             del result
             calls.append(ledger.calls[first:])
-            tokens = sum(micro.inputs.numel() for micro in batch.micro_batches)
+            tokens = sum(_tokens(micro.inputs) for micro in batch.micro_batches)
             schedule = _schedule(system, source, [len(window) for window in batch.windows])
             del batch
         done = memory.finish()
@@ -208,6 +209,10 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
     return SimulatedRank(
         mesh.rank, memory.log, calls, done, actions, tokens, place, schedule, groups
     )
+
+
+def _tokens(inputs: Tensor) -> int:
+    return len(inputs) if inputs.is_floating_point() else inputs.numel()
 
 
 def _set_up(

@@ -61,7 +61,7 @@ class StepTime:
     all calls, hidden ones included.  ``least``: the step if calls hid behind compute wherever they
     can.  ``flops``: of the rank, with what it computes again; ``model_flops``: of a mean rank,
     three times those of its forwards; ``peak``: FLOP/s of the data sheet in the dtype of most
-    products.  ``tokens``: of all ranks together.  ``unknown``: what the seconds leave out.
+    products.  ``tokens``: or samples, of all ranks.  ``unknown``: what the seconds leave out.
     """
 
     rank: int
@@ -109,12 +109,15 @@ def step_seconds(
     for one in played:
         one.play()
     schedule = next((one.schedule for one in made if one.schedule is not None), None)
+    if not all(one.actions for one in made):
+        schedule = None  # the system does not say which stage computes when
     if schedule is not None:
         begins = _begins(schedule, played)
         for one in played:
             one.play(begins)
     last = max(played, key=lambda one: one.clock)
-    by_place = {one.made.place: one for one in played}
+    by_place, stages = {one.made.place: one for one in played}, axes.parts(mesh, "layers")
+    places = [by_place[_nearest(n, [*by_place], stages)] for n in range(stages)]
     return StepTime(
         rank=last.made.rank,
         seconds=last.clock,
@@ -124,11 +127,11 @@ def step_seconds(
         communication=last.communication,
         least=max(last.compute + last.idle, *last.busy.values(), 0.0),
         flops=sum(one.flops for one in last.operators),
-        model_flops=sum(one.model_flops for one in by_place.values()) / len(by_place),
+        model_flops=sum(one.model_flops for one in places) / stages,
         peak=machine.peak(last.dtype),
         tokens=last.made.tokens * axes.size(mesh, axes.sharing(mesh)),
         world=math.prod(mesh.values()),
-        unknown=_NO_BUBBLE if schedule is None and axes.parts(mesh, "layers") > 1 else "",
+        unknown=_NO_BUBBLE if schedule is None and stages > 1 else "",
     )
 
 

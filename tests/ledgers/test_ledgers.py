@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.comm import Mesh
 from shardproof.ledgers import program_order, traffic
+from shardproof.ledgers.program_order import PerRank
 from shardproof.schedules import Action
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -378,3 +379,12 @@ def test_a_computation_that_waits_has_no_core() -> None:
     waited, computed = own.actions
     assert 2 * waited.cpu < waited.ended - waited.began
     assert computed.cpu > 0
+
+
+def test_a_value_of_the_process_replaces_that_of_the_thread_which_sets_it() -> None:
+    value: PerRank[str] = PerRank()
+    value.set("of a rank", process=False)
+    value.set("of the process", process=True)
+    assert value.get() == "of the process"
+    value.set("of another rank", process=False)
+    assert value.get() == "of another rank"
