@@ -47,7 +47,7 @@ class Hearsay:
         self._said: dict[Place, dict[int, Tensor]] = {}
         self._answered: dict[tuple[Place, int], tuple[_Kind, Tensor]] = {}
         self._counts: dict[tuple[int, ...], int] = {}
-        self._sent: dict[Letter, Tensor] = {}
+        self._sent: dict[Letter, Tensor | None] = {}
         self._received: dict[Letter, Tensor] = {}
         #: Whether the rank got a message that its sender has not sent yet, or waits in vain.
         self.guessed = False
@@ -65,23 +65,26 @@ class Hearsay:
             if members[own] == rank and number > self._counts.get(members, -1):
                 del self._answered[place, own], self._said[place][own]
 
-    def send(self, sender: int, receiver: int, own: Tensor) -> None:
-        """Note the message ``own``; both are global ranks."""
-        self._sent[self._letter(sender, receiver)] = own.clone()
+    def send(self, sender: int, receiver: int, own: Tensor | None) -> None:
+        """Note the message ``own`` (``None``: its values are unknown); both are global ranks."""
+        self._sent[self._letter(sender, receiver)] = None if own is None else own.clone()
 
-    def receive(self, sender: int, receiver: int, blank: Tensor) -> Tensor:
-        """The message of ``sender``; if it was not simulated, that of another rank.
+    def receive(self, sender: int, receiver: int, blank: Tensor) -> Tensor | None:
+        """The message of ``sender``, of the shape of ``blank``, or ``None`` if it is unknown.
 
-        :raises LookupError: no rank that was simulated has sent a message like it.
+        If the sender was not simulated, it is that of another rank.
         """
         letter = self._letter(sender, receiver)
-        like = (own for own in self._sent.values() if own.shape == blank.shape)
-        given = self._sent.get(letter, next(like, None))
+        shape, dtype = blank.shape, blank.dtype
+        like = (
+            own
+            for own in self._sent.values()
+            if own is not None and own.shape == shape and own.dtype == dtype
+        )
+        given = self._sent[letter] if letter in self._sent else next(like, None)
         self.guessed |= letter not in self._sent
-        if given is None:
-            raise LookupError(
-                f"rank {receiver} waits for a message of rank {sender}, not simulated yet"
-            )
+        if given is None or given.shape != shape:
+            return None
         self._received[letter] = given
         return given
 
@@ -136,7 +139,7 @@ class Hearsay:
             for (place, rank), (kind, given) in self._answered.items()
         )
         return agreed and all(
-            torch.equal(given, self._sent.get(letter, given))
+            (sent := self._sent.get(letter, given)) is not None and torch.equal(given, sent)
             for letter, given in self._received.items()
         )
 
@@ -193,23 +196,27 @@ class SimulatedGroup(GroupBase):
             tell(output, own.repeat(self._size).view(output.shape))
 
     def _pass_on(self, request: Request) -> None:
-        """Send or receive a message of control numbers; one without values needs no transfer."""
+        """Send or receive a message of integers; one without values needs no transfer.
+
+        :raises LookupError: a control number comes from a rank that was not simulated yet.
+        """
         items = request.inputs if request.operation == "send" else request.outputs
         if request.operation not in ("send", "recv") or request.peer is None:
             return
         own, peer = self.global_ranks[self._rank], self.global_ranks[request.peer]
-        for tensor in (t for item in items for t in item):
+        for tensor in (t for item in items for t in item if not t.is_floating_point()):
             values = tensor.constant if isinstance(tensor, FakeTensor) else tensor
-            if values is None:
-                continue
             if request.operation == "send":
                 hearsay.send(own, peer, values)
                 continue
-            heard = hearsay.receive(peer, own, values)
+            heard = hearsay.receive(peer, own, tensor)
             if values is tensor:
+                if heard is None:
+                    raise LookupError(f"rank {own} waits for rank {peer}, not simulated yet")
                 tensor.copy_(heard)
-            else:
-                forget(tensor)
+                continue
+            forget(tensor)
+            if heard is not None:
                 tell(tensor, heard.clone())
 
     def _answer(self, request: Request, given: list[Tensor], received: list[Tensor]) -> None:

@@ -13,6 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -95,14 +96,26 @@ class KnownIntegers(FakeTensorMode):
             # torch would compute the result before it sees that it is too large to keep.
             for tensor in known:
                 forget(tensor)
-        result = super().dispatch(func, types, args, kwargs or {})
+        result: Any = super().dispatch(func, types, args, kwargs or {})
         if isinstance(func, OpOverload) and result is not NotImplemented:
             functional.call(func, args, result)
+            if (at := _mask_of(func)) is not None and at < len(args):
+                # Some fake kernels make what was not asked for.
+                result = tuple(
+                    one if asked else None for one, asked in zip(result, args[at], strict=True)
+                )
         if getattr(func, "overloadpacket", None) not in _FACTORIES or not _is_exact(result):
             return result
         with no_dispatch():
             values = func(*args, **(kwargs or {}))
         return self.fake_tensor_converter.from_real_tensor(self, values, make_constant=True)
+
+
+@cache
+def _mask_of(func: OpOverload) -> int | None:
+    """The place of the argument that says which gradients an operator makes."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("output_mask") if "output_mask" in names else None
 
 
 def _filename(storage: torch.UntypedStorage) -> str | None:

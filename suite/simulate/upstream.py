@@ -2,7 +2,7 @@
 
 DDP compares shapes over ranks and sends the initial values before the first step; both are left
 out.  It reorders its buckets in the second step by numbers that rank 0 sends; these get values.
-FSDP1 asks for the addresses of tensors.
+FSDP1 asks for the addresses of tensors.  Objects that ranks send each other keep their bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.fsdp import _flat_param
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof import comm
 from shardproof.ledgers.program_order import nested_tensors
+from shardproof.simulate.known import kept
 
 
 class _RealNumbers(TorchDispatchMode):
@@ -55,6 +57,24 @@ class _Reducer:
             return self._reducer._rebuild_buckets()
 
 
+def _object_to_tensor(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """An object's bytes and their number, as known integers."""
+    with unset_fake_temporarily():
+        made, size = _TO_TENSOR(*given, **named)
+    return kept(made), kept(size)
+
+
+def _tensor_to_object(tensor: Tensor, *given: Any, **named: Any) -> Any:
+    """The object whose bytes ``tensor`` holds, if these are known."""
+    values = getattr(tensor, "constant", None)
+    with unset_fake_temporarily():
+        sizes = (one.item() if isinstance(one, Tensor) else one for one in given)
+        return _TO_OBJECT(tensor if values is None else values, *sizes, **named)
+
+
+_TO_TENSOR, _TO_OBJECT = c10d._object_to_tensor, c10d._tensor_to_object
+
+
 def _forget_ranks() -> None:
     """Empty DTensor's caches, which hold shapes and groups of the previous rank."""
     debug._clear_sharding_prop_cache()
@@ -85,6 +105,8 @@ def without_values() -> Iterator[None]:
             stack.enter_context(patch.object(_flat_param, "_data_ptr_allocated", is_allocated))
         for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
             stack.enter_context(patch.object(distributed, name, nothing))
+        stack.enter_context(patch.object(c10d, "_object_to_tensor", _object_to_tensor))
+        stack.enter_context(patch.object(c10d, "_tensor_to_object", _tensor_to_object))
         owner = distributed.DistributedDataParallel
         stack.enter_context(patch.object(owner, "_ddp_init_helper", made))
         yield
