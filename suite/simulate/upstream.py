@@ -2,7 +2,7 @@
 
 DDP compares shapes over ranks and sends the initial values before the first step; both are left
 out.  It reorders its buckets in the second step by numbers that rank 0 sends; these get values.
-FSDP1 asks for the addresses of tensors.  Objects that ranks send each other keep their bytes.
+FSDP asks for the addresses of tensors.  Objects that ranks send each other keep their bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.fsdp import _flat_param
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import _redistribute, debug
 from torch.nn.parallel import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,6 +76,23 @@ def _tensor_to_object(tensor: Tensor, *given: Any, **named: Any) -> Any:
 _TO_TENSOR, _TO_OBJECT = c10d._object_to_tensor, c10d._tensor_to_object
 
 
+_RESET = _fsdp_param.FSDPParam.reset_sharded_param
+
+
+def _reset_sharded_param(param: Any) -> None:
+    """Pad a shard again only if its tensor was replaced; FSDP2 would compare addresses."""
+    there = getattr(param._module_info.module, param._module_info.param_name)
+    held = getattr(param, "_sharded_param_data", None)
+    local = getattr(there, "_local_tensor", None)
+    is_fake = isinstance(held, FakeTensor) and isinstance(local, FakeTensor)
+    if not is_fake or there is not param.sharded_param or not _share(held, local):
+        _RESET(param)
+
+
+def _share(one: Any, other: Any) -> bool:
+    return one.untyped_storage() is other.untyped_storage()
+
+
 def _forget_ranks() -> None:
     """Empty DTensor's caches, which hold shapes and groups of the previous rank."""
     debug._clear_sharding_prop_cache()
@@ -107,6 +125,8 @@ def without_values() -> Iterator[None]:
             stack.enter_context(patch.object(distributed, name, nothing))
         stack.enter_context(patch.object(c10d, "_object_to_tensor", _object_to_tensor))
         stack.enter_context(patch.object(c10d, "_tensor_to_object", _tensor_to_object))
+        fsdp2 = _fsdp_param.FSDPParam
+        stack.enter_context(patch.object(fsdp2, "reset_sharded_param", _reset_sharded_param))
         owner = distributed.DistributedDataParallel
         stack.enter_context(patch.object(owner, "_ddp_init_helper", made))
         yield
