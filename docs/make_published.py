@@ -49,7 +49,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Run:
-    """A training that is simulated as each of ``ranks``; its time is that of the slowest one."""
+    """A training, simulated as each of ``ranks``; its time is that of the slowest one."""
 
     shape: str
     implementation: str
@@ -74,7 +74,7 @@ class Run:
         return ", ".join(part for part in told if part)
 
     def source(self) -> ShapeSource:
-        """What the simulation trains."""
+        """The training that is simulated."""
         about, options = shapes.accountings()[self.accounting], dict(self.options)
         if policy := {key: about[key] for key in ("parameters", "reduce") if key in about}:
             options["precision"] = policy
@@ -188,8 +188,8 @@ _STAGE = (
     "stage; without these -1.9 % there"
 )
 _SLOW = (
-    "likely: real products reach a smaller share of the peak than the best shape, which sets our "
-    "share, and our host takes no time; no profile is published that separates the two"
+    "likely: real matrix products reach less of the peak than the best shape, from which our share "
+    "comes, and we count no time of the host; no published profile separates the two"
 )
 _SIMUMAX = "SimuMax, Megatron-LM on 8 B200"
 _RESERVED = (
