@@ -7,7 +7,7 @@ can be called::
     print(estimate(model, "adamw", impl="reference/zero3", gpus=8))
 
 ``costs/shapes/`` has the published models and makes facts of one, ``activations`` has Korthikanti's
-formulas, ``figures`` adds up.  ``claims`` puts popular sentences to these figures.
+formulas, ``figures`` adds up.  ``claims`` tests popular sentences with these figures.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Popular sentences about distributed training, put to the test: ``scenarios/claims/``.
 
 A file has a sentence (``about``) and figures: each is computed by a formula, predicted by a
-simulation (where a ``machine`` is given), or measured by cases of this suite.  A figure may stand
-beside what the sentence says of it (``claimed``); where all agree the sentence is *true*, where
-none does it is *wrong*, else it is *true if* the ``condition`` holds.  ``honest`` is the right
-value; a figure that is another fails the run.
+simulation (if a ``machine`` is given), or measured by cases of this suite.  A figure may be
+compared with the one that the sentence claims (``claimed``).  If all agree, the sentence is *true*;
+if none does, it is *wrong*; otherwise it is *true if* the ``condition`` holds.  ``honest`` is the
+right value; any other figure fails the run.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Claim:
 
     @cached_property
     def computed(self) -> list[Figure]:
-        """Every figure that a formula gives, and of the simulated ones what the file says.
+        """Every figure of a formula; a simulated figure has the value in the file.
 
         :raises ScenarioError: no formula, or a setting that cannot be.
         """

@@ -90,7 +90,7 @@ def estimate(
     ] = None,
     simulate: Annotated[
         bool,
-        typer.Option("--simulate", help="run the code of each without values, and show its bytes"),
+        typer.Option("--simulate", help="show the bytes of simulated code next to the formulas"),
     ] = False,
     models: Annotated[bool, typer.Option("--models", help="list the models and exit")] = False,
 ) -> None:
@@ -102,7 +102,7 @@ def estimate(
     shardproof estimate 13b --impl hybrid --mesh tensor=4,pipe=2 --gpus 64 --micro-batches 8
     shardproof estimate 7b --impl fsdp --gpus 8 --recompute 1 --option offload=parameters
     shardproof estimate 7.5b --gpus 64     a size, not a model: activations are not estimated
-    shardproof estimate 7b --gpus 64 --simulate        the figures of the code next to formulas
+    shardproof estimate 7b --gpus 64 --simulate        formulas and simulated code
     shardproof estimate --models
 
     The checks `memory` and `traffic` compare measured bytes with the same formulas, tolerance 0. A
@@ -161,7 +161,7 @@ def estimate(
 def _all_simulated(
     found: Sequence[Any], work: Any, options: Mapping[str, Any], again: str | int
 ) -> Iterator[Any]:
-    """Each of ``found`` with simulated figures; one of several may lack them, and is told.
+    """Each of ``found`` with simulated figures; one of several may lack them, with a message.
 
     :raises SelectionError: the only one cannot be simulated.
     """
@@ -181,8 +181,8 @@ def _with_simulated(found: Any, work: Any, options: Mapping[str, Any], again: st
     :raises SelectionError: it cannot be simulated.
     """
     if again == "selective":
-        remedy = "give a number of layers, or leave --simulate out"
-        raise SelectionError(Problem("no system here computes scores again", remedy, again))
+        remedy = "write --recompute 1, or leave --simulate out"
+        raise SelectionError(Problem("--simulate cannot recompute scores only", remedy, again))
     name = found.implementation
     impl = name if "/" in name or ":" in name else f"reference/{name}"
     if not is_json():
@@ -252,7 +252,7 @@ def _together(found: list[Any], memory: int | None, says: str) -> Table:
     bytes_of = f"{found[0].accounting}: {says}"
     notes = [*found[0].notes, bytes_of, "sent: GB that each rank sends a step"]
     if simulated:
-        notes.append("simulated: most that the code of the strategy holds at one moment")
+        notes.append("simulated: peak GB that the code of the strategy holds at one moment")
     return Table(
         shown,
         ("strategy", *parts, *["simulated"] * simulated, "sent", "memory"),

@@ -56,8 +56,8 @@ class PerRank(Generic[T]):
     def set(self, value: T | None, process: bool) -> None:
         """Set the value for the whole process, or for the calling thread only.
 
-        A value of the process takes the place of what the calling thread had: a leader may have
-        been a rank among threads before.
+        A value of the process replaces that of the calling thread, because a leader may have been a
+        rank among threads before.
         """
         if process:
             self._process = value

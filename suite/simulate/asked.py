@@ -55,12 +55,12 @@ def source(
 
 
 def round_off(shape: Shape) -> Shape:
-    """``shape``, which can run; a round model without the elements that fill it up to its name.
+    """``shape`` in a form that can run: a round model without the elements that pad it.
 
-    :raises SelectionError: it is only a number of parameters.
+    :raises SelectionError: the shape is only a number of parameters.
     """
     if not shape.layers:
-        what = "a number of parameters has no layers that could run"
+        what = "a model size without layers cannot be simulated"
         remedy = "name a model of `shardproof estimate --models`"
         raise SelectionError(Problem(what, remedy, shape.name))
     return replace(shape, parameters=0, rounded=False) if shape.rounded else shape
@@ -118,5 +118,5 @@ def mesh_of(
 def refused(impl: str, error: Exception) -> Problem:
     """Why ``impl`` does not run on tensors without values: the operator and the line."""
     if isinstance(error, Refused):
-        return Problem(f"{impl} refuses this training", "change what it names", str(error))
+        return Problem(f"{impl} refuses this training", "change the setting it names", str(error))
     return refusal(impl, error, "simulate another implementation, or other options of it")

@@ -120,7 +120,7 @@ def figures_of(training: Mapping[str, Any]) -> dict[str, Fraction]:
     return {k: Fraction(v) for k, v in (sizes_of | {n: getattr(time, n) for n in named}).items()}
 
 
-#: What a training is made of, besides sizes and the machine.
+#: Arguments of a training besides sizes and the machine.
 _GIVEN = ("model", "mesh", "impl", "accounting", "options")
 _USUAL = "h100"
 
@@ -134,7 +134,7 @@ def _made(
     work: BatchSize | Mapping[str, int] | None,
     options: Mapping[str, Any],
 ) -> tuple[ShapeSource | OwnSource, list[SimulatedRank]]:
-    """What is trained, and the ranks that stand for all, simulated.
+    """The training, and its simulated ranks, which represent all ranks.
 
     :raises SelectionError: see :func:`simulate`.
     """

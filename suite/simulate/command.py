@@ -1,4 +1,4 @@
-"""``shardproof simulate``: what a rank of a large world holds and sends, by running its code."""
+"""``shardproof simulate``: count the bytes of one rank of a large world by running its code."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def simulate(
     ] = None,
     faults: Annotated[
         bool,
-        typer.Option("--faults", help="plant each fault that only large worlds show, and judge it"),
+        typer.Option("--faults", help="plant each fault that appears only at scale, and judge it"),
     ] = False,
 ) -> None:
     """Run the real code of one rank of a large world, on tensors without values.
@@ -123,8 +123,8 @@ def simulate(
     --against compares the bytes and calls of each rank of a stored run with those of the same rank
     simulated. Exit code 1: one differs; 3: no case can be compared.
 
-    --faults simulates each planted fault and its parent. Exit code 1: a fault breaks no promise, or
-    another one than it names, or a parent breaks one.
+    --faults simulates each planted fault and its parent. Exit code 1: a fault does not break the
+    promise that it names, or a parent breaks one.
     """
     if faults:
         if model or mesh or against is not None:
@@ -158,7 +158,7 @@ def simulate(
 
     ranks = figures.looked_at(source.axes)
     if rank is not None:
-        # A stage receives numbers from its neighbours; without stages a rank runs alone.
+        # A stage receives numbers from its neighbours; a rank without stages can run alone.
         stages = axes.parts(source.axes, "layers")
         ranks = sorted({*ranks, rank}) if stages > 1 else [rank]
     on = machines.machine(machine, node)
@@ -196,7 +196,7 @@ def simulate(
 def _promises(
     source: ShapeSource | OwnSource, made: Sequence[SimulatedRank], accounting: str
 ) -> tuple[list[str], list[str]]:
-    """The promises that ranks break, and what of memory and traffic is not judged."""
+    """The broken promises, and the parts of memory and traffic that are not judged."""
     from shardproof.costs import NoCostModel
     from shardproof.simulate.promised import broken, not_judged
     from shardproof.simulate.sources import ShapeSource
@@ -234,7 +234,7 @@ def _notes(source: ShapeSource | OwnSource, found: Sequence[Any], accounting: st
     notes = [
         *source.about(),
         f"{accounting}: {shapes.accountings()[accounting]['says']}",
-        "each class at its own highest moment; at one moment: what the rank needs",
+        "each class at its own peak; at one moment: the memory that the rank needs",
     ]
     if len(found) > 1:
         least = min(found, key=lambda each: each.peak)
@@ -245,7 +245,7 @@ def _notes(source: ShapeSource | OwnSource, found: Sequence[Any], accounting: st
     return notes
 
 
-# -------------------------------------------------------------------------------- what is asked
+# -------------------------------------------------------------------------------- the request
 
 
 def _source(
@@ -310,7 +310,7 @@ def _simulated(source: ShapeSource | OwnSource, ranks: Sequence[int]) -> list[Si
         begun += 1
         if not is_json():
             passed = time.monotonic() - since
-            of = f"{begun} of {len(ranks)}" if begun <= len(ranks) else "once more"
+            of = f"{begun} of {len(ranks)}" if begun <= len(ranks) else "again"
             text = f"simulating rank {rank:,} of {world:,} ({of}), {passed:.0f} s"
             echo(text, err=True)
 

@@ -95,7 +95,7 @@ def compare_result(path: Path, result: CaseResult) -> Compared:
 
 
 def compared(case: Case, records: Sequence[RankRecord]) -> Compared:
-    """As :func:`compare`; an error of the simulation is a finding as well."""
+    """Like :func:`compare`, but an error of the simulation becomes a finding."""
     try:
         return compare(case, records)
     except Exception as error:  # noqa: BLE001 - any error of a simulation is a finding
@@ -127,7 +127,7 @@ def compare(case: Case, records: Sequence[RankRecord]) -> Compared:
 
 
 def _told(error: Exception) -> str:
-    """``error`` in a line."""
+    """``error`` in one line."""
     return shorten(f"{type(error).__name__}: {error}", 200)
 
 
@@ -138,7 +138,7 @@ def _steering(error: Any) -> str:
     own = (f for f in reversed(frames) if not any(map(f.is_relative_to, around)))
     asks = next(own, frames[-1])
     what = str(error.func).removeprefix("aten.").removesuffix(".default")
-    return f"values of tensors steer it ({what} in {asks.name})"
+    return f"its code depends on tensor values ({what} in {asks.name})"
 
 
 def _pairs(made: SimulatedRank, record: RankRecord, exact: bool) -> Iterator[tuple[int, str]]:
@@ -184,7 +184,7 @@ class _Cases(ProgressBar):
         return [progress.MofNCompleteColumn(), progress.TimeElapsedColumn()]
 
     def update(self, done: int, differ: int) -> None:
-        """Show that ``done`` cases are over, of which ``differ`` differ."""
+        """Show that ``done`` cases are compared, and ``differ`` of them differ."""
         self._move(done, " cases", f"{differ} differ")
 
 

@@ -47,7 +47,7 @@ class Figures:
 
     ``peaks``: by phase and class, ``all`` for their sum at one moment.  ``kept``: by class, after
     the update.  ``host``: state in host memory after the update, which the others do not count.
-    ``sent`` and ``calls``: by operation, axis and phase.  ``held``: what is in memory at the peak.
+    ``sent`` and ``calls``: by operation, axis and phase.  ``held``: storages in memory at the peak.
     """
 
     rank: int
@@ -128,11 +128,11 @@ def _is_counted(log: MemoryLog, kinds: Sequence[str | None], index: int) -> bool
 
 
 def looked_at(mesh: Mapping[str, int]) -> list[int]:
-    """The ranks that stand for all, ascending; their number does not grow with the mesh.
+    """The ranks that represent all, ascending; their number does not grow with the mesh.
 
     Along each axis these are the first and the last rank, whose shards are the largest and the
-    smallest.  Where an axis cuts layers, they are also the neighbours of the two: the ends of a
-    pipeline hold the embedding and the head as well.
+    smallest.  If an axis cuts layers, the neighbours of the two are included: the ends of a
+    pipeline also hold the embedding and the head.
     """
     stages, ends = axes.cutting("layers"), []
     for name, size in mesh.items():
@@ -162,7 +162,7 @@ def memory_table(title: str, found: Figures, notes: Sequence[str] = ()) -> Table
 
 
 def held_table(found: Figures) -> Table:
-    """The largest of what is in memory at the peak; the last row is the rest."""
+    """The largest groups of storages at the peak; the last row adds up the rest."""
     named, rest = found.held[:_MOST_NAMED], found.held[_MOST_NAMED:]
     rows = [
         (one.kind.replace("_", " "), one.made_by or "-", one.phase, f"{one.storages:,}", _size(b))
@@ -193,7 +193,7 @@ _KERNELS = {"eager": "one per operator", "fused": "fused between products"}
 
 
 def time_table(found: Mapping[str, StepTime], machine: Machine) -> Table:
-    """Seconds of the step by :data:`_KERNELS`, and what they are spent on."""
+    """Seconds of the step by :data:`_KERNELS`, and how the rank spends them."""
     rows = [
         (
             _KERNELS[kernels],
@@ -217,7 +217,7 @@ def time_table(found: Mapping[str, StepTime], machine: Machine) -> Table:
 
 
 def exact_time_table(found: Mapping[str, StepTime], machine: Machine) -> Table:
-    """The same for programs: seconds, FLOPs of the rank and of the model, tokens of the step."""
+    """The same for programs, exactly: seconds, FLOPs of the rank and of the model, tokens."""
     names = (
         *("seconds", "compute", "exposed", "idle", "communication", "least", "flops"),
         *("model_flops", "peak", "tokens", "share_of_peak", "tokens_per_second"),

@@ -61,7 +61,7 @@ def call(func: Any, args: Sequence[Any], result: Any) -> None:
 
     ``result``: its fake result.
 
-    :raises NotImplementedError: it is one that is not known here.
+    :raises NotImplementedError: ``func`` is a functional collective that is not known here.
     """
     space, _, name = func._schema.name.partition("::")
     if space != "_c10d_functional":
@@ -79,7 +79,7 @@ def call(func: Any, args: Sequence[Any], result: Any) -> None:
         _under_way[id(tensor.untyped_storage())] = handle
 
 
-#: Calls by the storage of their result: a later call takes the place of one that nobody waited for.
+#: Calls by the storage of their result: a later call replaces one that was never waited for.
 _under_way: dict[int, Any] = {}
 
 
@@ -91,7 +91,7 @@ def waited(result: Any) -> None:
 
 
 def let_go() -> None:
-    """Forget calls that nobody waited for; they keep tensors."""
+    """Forget calls that were never waited for, because they keep tensors."""
     _under_way.clear()
 
 

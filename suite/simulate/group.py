@@ -3,8 +3,8 @@
 Tensors without values stay as they are.  Known integers that are exchanged, such as counts of rows
 for experts, come back as if every rank had given this rank as much as it gives itself.  Tensors
 with values carry control numbers, by which ranks decide together (``Comm.agree``).  Their results
-use what the ranks simulated so far gave to the same call.  A rank that was not simulated is taken
-to give what this one gives (:class:`Hearsay`).
+use the numbers that the ranks simulated so far gave to the same call.  Any other rank is assumed
+to give the same numbers as this one (:class:`Hearsay`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Letter = tuple[int, int, int]
 _Kind = tuple[str, str | None, int]
 
 
-#: Most times in a row that a rank may say the same to calls that no other rank has made.
+#: Limit on equal numbers in a row from one rank, to calls that no other rank has made.
 _MOST_ALONE = 100
 
 
@@ -54,12 +54,12 @@ class Hearsay:
         self._alone = 0
 
     def begin(self) -> None:
-        """Another rank begins."""
+        """Reset the counts, because another rank begins."""
         self._counts.clear()
         self.guessed, self._alone = False, 0
 
     def end(self, rank: int) -> None:
-        """Global rank ``rank`` is over: forget calls of an earlier run that it did not repeat."""
+        """End global rank ``rank``: forget calls of its earlier run that it did not repeat."""
         for (place, own), _ in [*self._answered.items()]:
             members, number = place
             if members[own] == rank and number > self._counts.get(members, -1):
@@ -72,7 +72,7 @@ class Hearsay:
     def receive(self, sender: int, receiver: int, blank: Tensor) -> Tensor | None:
         """The message of ``sender``, of the shape of ``blank``, or ``None`` if it is unknown.
 
-        If the sender was not simulated, it is that of another rank.
+        If the sender was not simulated, a message of another rank stands in for its own.
         """
         letter = self._letter(sender, receiver)
         shape, dtype = blank.shape, blank.dtype
@@ -95,7 +95,7 @@ class Hearsay:
         return sender, receiver, number
 
     def answer(self, members: tuple[int, ...], rank: int, request: Request, own: Tensor) -> Tensor:
-        """The result of ``request`` for ``members``, of which group rank ``rank`` says ``own``."""
+        """The result of ``request`` for ``members``, to which group rank ``rank`` gives ``own``."""
         number = self._counts[members] = self._counts.get(members, -1) + 1
         place = members, number
         said = self._said.setdefault(place, {})
@@ -106,9 +106,9 @@ class Hearsay:
         return given
 
     def _follow(self, members: tuple[int, ...], number: int, rank: int, own: Tensor) -> None:
-        """Count how often ``rank`` says the same and hears nobody.
+        """Count how often in a row ``rank`` gives equal numbers, and no other rank gives any.
 
-        :raises LookupError: it waits for ranks that said something else before.
+        :raises LookupError: the rank waits for others, which took part in earlier calls.
         """
         before = self._said.get((members, number - 1), {}).get(rank)
         others = self._said[members, number].keys() - {rank}
@@ -133,7 +133,7 @@ class Hearsay:
 
     @property
     def is_settled(self) -> bool:
-        """Whether each answer agrees with what all simulated ranks have given by now."""
+        """Whether each answer agrees with the numbers of all ranks simulated by now."""
         agreed = all(
             torch.equal(given, self._combined(place, rank, kind))
             for (place, rank), (kind, given) in self._answered.items()
@@ -168,7 +168,7 @@ class SimulatedGroup(GroupBase):
         if not (isinstance(tensor, FakeTensor) and tensor.numel() and tensor.is_contiguous()):
             return super()._chunks(tensor)
         if tensor.numel() % self._size:
-            return super()._chunks(tensor)  # which says what is wrong
+            return super()._chunks(tensor)  # raises the error
         # One view stands for all: thousands of them would cost more than the step.
         return [tensor.detach().view(self._size, -1)[0]] * self._size
 
@@ -220,7 +220,7 @@ class SimulatedGroup(GroupBase):
                 tell(tensor, heard.clone())
 
     def _answer(self, request: Request, given: list[Tensor], received: list[Tensor]) -> None:
-        """Fill ``received`` by what ranks said, or else as if all ranks had ``given``."""
+        """Fill ``received`` from the simulated ranks, or as if all ranks had ``given``."""
         if request.operation in ("all_reduce", "broadcast"):
             (own,) = given
             own.copy_(hearsay.answer(self.global_ranks, self._rank, request, own))
@@ -255,7 +255,7 @@ class Simulated(Backend):
         return None
 
     def join(self, joining: Joining) -> None:
-        """Be rank ``joining.rank`` of ``joining.world``, alone."""
+        """Join as rank ``joining.rank`` of ``joining.world``; no other rank runs."""
         announce_delayed_reduction()
         if NAME.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

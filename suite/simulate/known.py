@@ -1,10 +1,10 @@
-"""Fake tensors as simulations need them: integers that a program makes itself keep their values.
+"""Fake tensors for simulations: integers that a program makes itself keep their values.
 
 A fake tensor has no values.  Positions, orders of rows and numbers of ranks, however, come from
 ``torch.arange`` and literals, not from data, and programs read them back (``tolist``, ``nonzero``).
-:class:`FakeTensorMode` computes with a tensor that it knows as a constant; this one knows integers
-and truth values of the factories below as well, and of more than one element.  If data or a
-message are written into such a tensor, it becomes unknown.
+:class:`FakeTensorMode` computes with a tensor that it knows as a constant.  :class:`KnownIntegers`
+also knows integers and booleans of the factories below, of any shape up to ``_MOST`` elements.  If
+data or a message is written into such a tensor, its values become unknown.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class Decided:
         self._is_finite, self.log, self._reads = is_finite, log, False
 
     def is_finite(self) -> bool:
-        """Whether the tensor that is asked now is finite."""
+        """Whether the tensor that is tested now is finite."""
         return self._is_finite(self.log.number)
 
     @property
     def reports(self) -> bool:
-        """Whether numbers that are read now are results only, as those of an evaluation."""
+        """Whether numbers that are read now are only results, such as those of an evaluation."""
         return self._reads or self.log.phase == "observe"
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Numbers that are read inside are results only."""
+        """Treat numbers that are read inside as results only."""
         self._reads = True
         try:
             yield
@@ -100,7 +100,7 @@ class KnownIntegers(FakeTensorMode):
         if isinstance(func, OpOverload) and result is not NotImplemented:
             functional.call(func, args, result)
             if (at := _mask_of(func)) is not None and at < len(args):
-                # Some fake kernels make what was not asked for.
+                # Some fake kernels also make gradients that were not requested.
                 result = tuple(
                     one if asked else None for one, asked in zip(result, args[at], strict=True)
                 )
@@ -167,13 +167,13 @@ def kept(tensor: Tensor) -> Tensor:
 
 
 def forget(tensor: Tensor) -> None:
-    """A message overwrites ``tensor``: its values are no longer known."""
+    """Forget the values of ``tensor``, which a message overwrites."""
     if isinstance(tensor, FakeTensor) and tensor.constant is not None:
         tensor.fake_mode.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
 
 
 def tell(tensor: Tensor, values: Tensor) -> None:
-    """A message wrote ``values`` into ``tensor``."""
+    """Record that a message wrote ``values`` into ``tensor``."""
     if isinstance(tensor, FakeTensor):
         tensor.constant = values
         tensor.fake_mode.fake_tensor_converter.add_constant_storage_mapping(tensor)

@@ -27,8 +27,7 @@ from shardproof.errors import MachineError, Problem, SelectionError, nearest
 #: The machine that is measured.
 HERE = "here"
 _FILE = Path(__file__).with_name("machines.yaml")
-#: Rows and columns of the matrices that are multiplied, and bytes that are copied: more than fits
-#: into a cache.
+#: Rows and columns of the multiplied matrices, and copied bytes: both exceed a cache.
 _ROWS, _COPIED = 1024, 64 * 2**20
 #: Least seconds of one measurement of a rate, and how many of them there are.
 _SECONDS, _TIMES = 0.1, 5
@@ -87,7 +86,8 @@ class Machine:
         :raises SelectionError: ``ranks`` is less than 1.
         """
         if ranks < 1:
-            raise SelectionError(Problem("a node has no ranks", "give --node 8", str(ranks)))
+            what = "a node needs at least 1 rank"
+            raise SelectionError(Problem(what, "give --node 8", str(ranks)))
         return replace(self, node=ranks)
 
 
@@ -105,7 +105,7 @@ def machines() -> Mapping[str, Machine]:
 def machine(name: str, node: int = 0) -> Machine:
     """The machine called ``name``, with ``node`` ranks in a node (0: as many as it has).
 
-    :raises SelectionError: there is none; the nearest is named.
+    :raises SelectionError: there is none; the error suggests the nearest name.
     """
     if name == HERE:
         found = measured()

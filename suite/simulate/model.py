@@ -107,7 +107,7 @@ class Attention(nn.Module):
 
 class LatentAttention(nn.Module):
     """Latent attention: each head's parts are made from narrow vectors (DeepSeek-V2, arXiv
-    2405.04434, section 2.1).  As in training, keys and values of all heads are written out.
+    2405.04434, section 2.1).  As in training, keys and values of all heads are materialized.
 
         hidden --> query_down, query_norm --> query_up --> content | rotary         of each head
         hidden --> kv_down --+--> kv_norm --> kv_up -----> content | value          of each head
@@ -185,7 +185,7 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """The outputs of ``rows``, sorted by expert; ``sizes``: how many each has.
 
-        Experts of equal sizes compute in one product, as kernels for groups of matrices do.
+        Experts of equal sizes compute in one product, as a grouped GEMM kernel does.
         """
         if len({*sizes}) == 1:
             stacked = rows.view(len(sizes), sizes[0], rows.shape[-1])
@@ -202,8 +202,8 @@ def _gated(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
 class Mixture(nn.Module):
     """A router and experts; every choice is carried out.
 
-    Scores have no values here, so the choices are given: those of all tokens go through the experts
-    in turn, and every expert gets the same number of rows.  Real routers are trained towards that.
+    Scores have no values here, so the choices are fixed: tokens choose the experts in turn, and
+    every expert gets the same number of rows.  Real routers are trained towards that.
     If the shape has balancing biases, ``load`` counts the choices of each expert.
     """
 

@@ -6,9 +6,9 @@
         return Net(), torch.empty(8, 3, 224, 224)               # the inputs of one micro-batch
         return OwnWorkload(model=Net, loss=loss, batch=pairs)   # as for `shardproof check`
 
-``build`` is called on fake tensors, so values take no memory: several times for each rank, and for
-a trial before the first one.  Unless an ``OwnWorkload`` says otherwise, the loss is the
-cross-entropy over the last dimension of the outputs, and units are the repeated blocks of the
+``build`` is called on fake tensors, so values take no memory.  It is called several times for each
+rank, and for a trial before the first one.  Unless an ``OwnWorkload`` says otherwise, the loss is
+the cross-entropy over the last dimension of the outputs, and units are the repeated blocks of the
 module.
 """
 
@@ -51,7 +51,7 @@ _FORMS = "a module, (module, inputs), or a shardproof.OwnWorkload"
 def refusal(subject: str, error: Exception, remedy: str) -> Problem:
     """Why ``subject`` does not run on tensors without values: the operator and the line.
 
-    The line is that of an implementation or of the user: below it are torch, ledgers and this wing.
+    The line is the innermost one of an implementation or of the user's code.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_ours(Path(frame.filename))]
@@ -121,13 +121,13 @@ def model_at(path: str) -> OwnModel:
 def own_model(found: Any, name: str = "", inputs: Any = None) -> OwnModel:
     """The model ``found``: a module, a workload, or a function or class that returns one.
 
-    :raises SelectionError: it is nothing of the kind.
+    :raises SelectionError: ``found`` is none of these.
     """
     name = name or getattr(found, "__name__", type(found).__name__)
     if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
         (inputs,) = inputs
     if inputs is not None and not isinstance(inputs, Tensor):
-        what, remedy = "inputs= is not a tensor", "let forward take one, and give inputs=TENSOR"
+        what, remedy = "inputs= is not a tensor", "let forward take one tensor: inputs=TENSOR"
         raise SelectionError(Problem(what, remedy, type(inputs).__name__))
     if isinstance(found, nn.Module):
         # A compiled module keeps the original one, which runs on fake tensors.
@@ -272,7 +272,7 @@ class OwnSource(Undisturbed):
                 given = build.workload._batch(samples, torch.Generator().manual_seed(0))
             inputs, targets = (self._cast(valueless(part)) for part in given[:2])
         elif inputs is None and not self.work.positions:
-            what = f"{self.name} does not say what its module takes"
+            what = f"the inputs of {self.name} are not known"
             remedy = "return (module, inputs), or give --seq N for tokens (batch, N)"
             raise SelectionError(Problem(what, remedy))
         else:
@@ -299,9 +299,9 @@ class OwnSource(Undisturbed):
         return [f"{count:,} parameters, {blocks}, inputs of {shape} a micro-batch"]
 
     def require_shared(self, accounting: str) -> None:
-        """Try the model alone: it is built, and runs forward, loss and backward.
+        """Build the model alone, and run forward, loss and backward as a trial.
 
-        :raises SelectionError: it does not, or stages cannot share it.
+        :raises SelectionError: the trial fails, or stages cannot share the model.
         """
         try:
             with known_integers():
@@ -312,7 +312,7 @@ class OwnSource(Undisturbed):
         except SelectionError:
             raise
         except Exception as error:
-            remedy = "let it compute without values of tensors: no item(), tolist() or `if` on one"
+            remedy = "rewrite it to read no tensor values: no item(), tolist() or `if` on a tensor"
             raise SelectionError(refusal(self.name, error, remedy)) from error
         stages, along = axes.parts(self.axes, "layers"), axes.cutting("layers")
         if stages > 1 and not build.can_be_cut(module):

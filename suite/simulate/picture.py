@@ -38,7 +38,7 @@ class Moment(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of all classes."""
+        """Bytes of all classes together."""
         return sum(self.sizes.values())
 
 
@@ -116,7 +116,7 @@ def _steps(
 
 
 def _phases(shown: Sequence[Moment], x: svg.PixelScale) -> Iterator[Markup]:
-    """A strip of phases, with the name where there is room for it."""
+    """A strip of phases; a phase has its name if there is room."""
     at = 0
     for phase, of_phase in groupby(one.phase for one in shown):
         count = len([*of_phase])

@@ -7,7 +7,7 @@ and the process groups that the system makes in addition to those of its mesh.
 
 *Cannot see* values.  Traffic of a rank is compared if the formula has a figure for each rank, or
 the same one for all; messages, by the place that sends them.  :func:`not_judged` names the others:
-with stages ranks differ, and where ranks of another axis share a tensor unevenly.
+ranks differ if there are stages, or if ranks of another axis share a tensor unevenly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardproof.ledgers.memory.summary import PHASES, summary
 from shardproof.simulate.rank import SimulatedRank
 from shardproof.simulate.sources import ShapeSource
 
-#: Fewest and most calls, and their bytes: the share of a rank in what all ranks do.
+#: Fewest and most calls, and their bytes: the share of one rank in the total of all ranks.
 Share = tuple[Fraction, Fraction, Fraction]
 _NOTHING: Share = (Fraction(), Fraction(), Fraction())
 #: Axis and operation -> share.
@@ -55,7 +55,7 @@ def cost_model(source: ShapeSource, accounting: str) -> CostModel | None:
 def _routed(
     source: ShapeSource, coordinates: int
 ) -> tuple[tuple[Mapping[str, tuple[int, ...]], ...], ...]:
-    """The rows of each expert in a step, by data coordinate: choices go through experts in turn."""
+    """The rows of each expert in a step, by data coordinate: tokens choose experts in turn."""
     if (of := source.shape.mixture) is None:
         return ()
     work = source.work
@@ -178,13 +178,13 @@ def _working(source: ShapeSource, model: CostModel, made: SimulatedRank) -> Iter
 def _needed(
     source: ShapeSource, model: CostModel, how: activations.LayerSetting, rank: int
 ) -> Fraction | None:
-    """Bytes that backward needs of all that ``rank`` has begun; ``None``: no formula."""
+    """Bytes that backward needs for all that ``rank`` has begun; ``None``: no formula."""
     shape, work, facts = source.shape, source.work, model.facts
     entering = Fraction(how.tokens(shape, work) * shape.hidden * how.item)
     if how.sequence_parallel:
         entering /= how.tensor
-    # torch composes RMS norms of operators, which keep the product with the root beside the input,
-    # and of narrow inputs a copy in fp32.
+    # torch composes an RMS norm of operators.  These keep the input times the inverse root as well
+    # as the input, and an fp32 copy of an input of fewer bits.
     wide = 1 + Fraction(4, how.item) * (how.item < 4)
     normed = entering * wide * (shape.norm == "rms")
     layer = activations.of_layer(shape, work, how) + 2 * float(normed)
@@ -269,11 +269,11 @@ def _share(model: CostModel, flow: Flow, rank: int) -> Share | None:
     uneven = any(t.shape and t.shape[0] % size for t in facts.parameters for size in others)
     if flow.operation in ("send", "recv") and not uneven:
         return Fraction(), Fraction(sys.maxsize), _messages(model, flow, rank)
-    # Of a call with a root that rank alone sends, or gets, all of it.
+    # In a call with a root, that rank alone sends or receives everything.
     if facts.parts("layers") > 1 or uneven or flow.operation not in _ALIKE:
         return None
     least, most = flow.range
-    # Fractions: where formulas of several ranks add up, each tells the calls of some of them.
+    # Fractions: several flows can add up to the calls, each with those of some ranks only.
     world = facts.world
     return Fraction(least, world), Fraction(most, world), flow.bytes / world
 

@@ -41,9 +41,9 @@ class SimulatedRank:
     that its system made.
 
     The rest is of the last step: ``work``, its operators; ``actions``, the computations of a
-    pipeline's stages; ``tokens``, integers of the inputs, or samples if they are none; ``place``,
-    along the axis of stages; ``schedule``, of one window of micro-batches, if the implementation
-    announces one.
+    pipeline's stages; ``tokens``, integers of the inputs, or samples if these are floats;
+    ``place``, along the axis of stages; ``schedule``, of one window of micro-batches, if the
+    implementation announces one.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class SimulatedRank:
     groups: int = 0
 
 
-#: Most times a step that ranks are simulated until they agree on the numbers by which they decide.
+#: Limit on rounds of simulation for each step, in which ranks come to agree on control numbers.
 _MOST_ROUNDS = 4
 
 
@@ -73,7 +73,7 @@ def simulate(
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
-            # Of torch, at every rank; the user cannot act on them.
+            # torch warns at every rank, and the user cannot act on it.
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             return _agreed(source, ranks, began)
@@ -128,7 +128,7 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
 
 @contextmanager
 def _control_on_values() -> Iterator[None]:
-    """Keep the values of numbers by which ranks decide, and let a rank wait for no other.
+    """Keep the values of control numbers, and do not let ranks wait for each other.
 
     Each number has a twin without a value, which the ledger of memory counts.
     """
@@ -218,7 +218,7 @@ def _tokens(inputs: Tensor) -> int:
 def _set_up(
     system: Implementation, source: Source, mesh: Mesh, watch: Watch, memory: WorkLedger
 ) -> None:
-    """Give ``system`` its model, mesh and options, and the initial state where it wants that."""
+    """Give ``system`` its model, mesh and options, and the initial state if it needs that."""
     everywhere = system.capabilities(source.options).initial_state == "everywhere"
     with memory.paused():
         state = source.state() if everywhere or mesh.rank == mesh.ranks[0] else None
@@ -228,7 +228,7 @@ def _set_up(
 
 @contextmanager
 def _aborted_on_error(system: Implementation) -> Iterator[None]:
-    """End ``system`` on an error inside, which is the one to tell."""
+    """Abort ``system`` on an error inside, and raise that error again."""
     try:
         yield
     except BaseException:

@@ -58,8 +58,8 @@ class StepTime:
     """Seconds of a step on its slowest rank: ``compute`` + ``exposed`` + ``idle``.
 
     ``exposed``: compute waits for calls; ``idle``: it waits for other stages.  ``communication``:
-    all calls, hidden ones included.  ``least``: the step if calls hid behind compute wherever they
-    can.  ``flops``: of the rank, with what it computes again; ``model_flops``: of a mean rank,
+    all calls, hidden ones included.  ``least``: the step if calls overlapped with compute as far as
+    possible.  ``flops``: of the rank, recomputation included; ``model_flops``: of a mean rank,
     three times those of its forwards; ``peak``: FLOP/s of the data sheet in the dtype of most
     products.  ``tokens``: or samples, of all ranks.  ``unknown``: what the seconds leave out.
     """
@@ -278,7 +278,7 @@ class _Played:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of the model: what is computed again does not count."""
+        """FLOPs of the model, without recomputation."""
         return _BOTH_WAYS * sum(one.flops for one in self.operators if one.phase == "forward")
 
     @property
@@ -355,8 +355,8 @@ class _Played:
         self.communication += took
 
     def _is_scheduled(self, call: LoggedCall) -> bool:
-        """Whether it is a message between computations of stages: not one of a ring in a stage, nor
-        the gradient of a tied weight behind the last computation.
+        """Whether ``call`` is a message between computations of stages.  Others belong to a ring
+        inside a stage, or carry the gradient of a tied weight after the last computation.
         """
         last = max((done.end for done in self.made.actions), default=-1)
         return call.issued < last and call.axis in ("world", axes.cutting("layers"))
@@ -392,7 +392,7 @@ def _begins(schedule: Schedule, played: Sequence[_Played]) -> Mapping[Action, fl
     for place, order in enumerate(schedule.orders):
         like = known[_nearest(place, [*known], schedule.ranks)]
         mine, theirs = schedule.chunks[place], schedule.chunks[like.made.place]
-        # Chunks of two ranks stand for each other in forward order.
+        # The chunks of the two ranks match in forward order.
         stages = dict(zip(mine, theirs, strict=True))
         for action in order:
             if action.op in schedules.COMPUTE:

@@ -106,13 +106,13 @@ class ShapeSource(Undisturbed):
             f"{count:,} parameters in {shape.layers} layers, {positions:,} positions a micro-batch"
         ]
         if shape.mixture:
-            notes.append("each expert gets as many tokens as any other: routing is given")
+            notes.append("routing is fixed: every expert gets the same number of tokens")
         if shape.dropout:
             notes.append("dropout is left out: its masks are not counted")
         return notes
 
     def require_shared(self, accounting: str) -> None:
-        """Raise if the ranks of an axis cannot share the model.
+        """Require that the ranks of each axis can share the model.
 
         :raises SelectionError: positions, heads, widths or layers are too few, or do not divide.
         """

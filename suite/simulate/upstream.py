@@ -1,4 +1,4 @@
-"""Patches where torch reads values of tensors in C++, which fake tensors do not have.
+"""Patches of places where torch reads tensor values in C++; fake tensors have none.
 
 DDP compares shapes over ranks and sends the initial values before the first step; both are left
 out.  It reorders its buckets in the second step by numbers that rank 0 sends; these get values.

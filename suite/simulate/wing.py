@@ -20,7 +20,7 @@ class Simulation(Wing):
     """One rank of a large world, simulated on this machine."""
 
     examples = (
-        "shardproof simulate llama-7b --mesh shard=64     what one rank of 64 holds and sends",
+        "shardproof simulate llama-7b --mesh shard=64     bytes and seconds of one rank of 64",
     )
 
     def add_commands(self, app: typer.Typer) -> None:

@@ -5,8 +5,8 @@ writes.  It gets the number that the rank's log would give to the next event.  C
 actions of a pipeline have numbers of that log, so they can be put between operators.
 
 Two lists are kept of the same step.  ``eager`` has every operator by itself.  ``fused`` has all
-operators between two matrix products of a layer as one kernel, which reads what was there before
-and writes what remains after it.  Compilers and hand-written kernels lie between the two.
+operators between two matrix products of a layer as one kernel, which reads the tensors from before
+it and writes those that remain after it.  Compilers and hand-written kernels lie between the two.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class _Run:
             self.written[key] = max(self.written.get(key, 0), _bytes(tensor))
 
     def as_one(self, known: Any) -> Operator:
-        """All of them as one kernel; ``known``: weak references to storages by identity."""
+        """All these operators as one kernel; ``known``: weak references to storages by identity."""
         assert self.last is not None
         alive = (key for key in self.written if (ref := known.get(key)) and ref() is not None)
         size = sum(self.read.values()) + sum(self.written[key] for key in alive)

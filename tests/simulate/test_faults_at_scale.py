@@ -1,4 +1,4 @@
-"""Faults that only large worlds show are killed by the sentence that each names."""
+"""Faults that appear only in large worlds are killed by the sentence that each names."""
 
 from __future__ import annotations
 

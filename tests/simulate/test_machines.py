@@ -47,7 +47,7 @@ def test_an_operator_takes_as_long_as_its_arithmetic_or_its_memory() -> None:
 def test_an_unknown_machine_is_refused_with_the_nearest() -> None:
     with pytest.raises(SelectionError, match=r"unknown machine \(h10\) - did you mean h100"):
         machines.machine("h10")
-    with pytest.raises(SelectionError, match=r"a node has no ranks \(-1\) - give --node 8"):
+    with pytest.raises(SelectionError, match=r"a node needs at least 1 rank \(-1\) - give"):
         machines.machine("h100", -1)
     assert machines.machine("h100", 4).node == 4 and machines.machine("h100").node == 8
 

@@ -140,14 +140,14 @@ def test_the_command_takes_the_path_of_an_own_model(models: Path, impl: str) -> 
         (
             "models.py:Reading --seq 16",
             f"models.py:{line_of('tokens.max')}: models.py:Reading cannot run on tensors without "
-            "values: operator aten._local_scalar_dense.default in forward - let it compute",
+            "values: operator aten._local_scalar_dense.default in forward - rewrite it to",
         ),
         (
             "models.py:Scaled --seq 16",
             f"models.py:{line_of('self.scales')}: models.py:Scaled cannot run on tensors without "
             "values: operator aten._local_scalar_dense.default in <listcomp>",
         ),
-        ("models.py:build", "does not say what its module takes - return (module, inputs), or"),
+        ("models.py:build", "models.py:build are not known - return (module, inputs), or"),
         ("models.py:build --seq 16 --layers 3", "--layers and --attention belong to the models"),
         ("models.py:a_number", "returned neither a module nor a workload (3) - return a module"),
         ("models.py:LIMIT", "models.py:LIMIT is not a model (3) - name a function that returns"),

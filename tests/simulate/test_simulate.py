@@ -183,7 +183,7 @@ def test_json_has_exact_bytes_of_every_simulated_rank() -> None:
     [
         ("", "MODEL is missing - name a model of `shardproof estimate --models`"),
         ("llama-8b --mesh shard=8", "unknown model (llama-8b) - did you mean"),
-        ("7.5b --mesh shard=8", "a number of parameters has no layers that could run (7.5b)"),
+        ("7.5b --mesh shard=8", "a model size without layers cannot be simulated (7.5b)"),
         ("gpt2", "--mesh is missing - write the size of each axis: --mesh shard=8"),
         ("gpt2 --mesh shards=8", "unknown axis (shards) - did you mean shard?"),
         ("gpt2 --mesh tensor=8", "reference/fsdp has no axis tensor (tensor=8) - its axes: shard"),

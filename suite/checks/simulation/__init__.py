@@ -1,8 +1,8 @@
-"""Every rank holds the bytes and makes the calls that it does when its code is simulated.
+"""Every rank holds the same bytes and makes the same calls as its simulation.
 
-Simulated tensors have no values, so what differs depends on values, on other ranks or on time.
-Calls are compared in their order, and where the backend frees memory where the program does also
-bytes of each class at each mark and peaks of each phase; tolerance 0.
+Simulated tensors have no values, so a difference depends on values, on other ranks or on time.
+Calls are compared in their order.  If the backend frees memory when the program does, bytes of each
+class at each mark and peaks of each phase are compared, too.  Tolerance 0.
 
 *Cannot see* values, nor a fault that the simulated rank has as well: ``memory`` and ``traffic``
 compare both with formulas.

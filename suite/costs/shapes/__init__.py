@@ -37,7 +37,7 @@ class MixtureShape:
     """Experts in place of the MLP, in each layer after the first ``dense`` ones.
 
     A token chooses ``top_k`` of ``experts`` gated MLPs of width ``ffn``; ``shared`` more take every
-    token, as one MLP.  ``balanced``: a bias for each expert moves its load, and is no parameter
+    token, as one MLP.  ``balanced``: a bias for each expert steers its load; it is a buffer
     (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
@@ -54,8 +54,8 @@ class LatentShape:
     """Attention whose queries, and whose keys and values, go through vectors of the widths
     ``query`` and ``kv`` (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    A head's query and key have ``content`` elements of their own and ``rotary`` ones, which all
-    heads share in the key; its value has ``value``.
+    A head's query and key have ``content`` elements of their own, and ``rotary`` elements, which
+    all heads share in the key.  A head's value has ``value`` elements.
     """
 
     query: int
@@ -76,7 +76,7 @@ class ImageShape:
     channels: int = 3
 
 
-#: Keys of ``models.yaml`` that hold keys themselves.
+#: Keys of ``models.yaml`` whose values are mappings.
 _NESTED = {"mixture": MixtureShape, "latent": LatentShape, "image": ImageShape}
 
 

@@ -33,7 +33,7 @@ def plant() -> int:
 
 
 def table(kills: list[Kill], whole: bool) -> Table:
-    """A row a fault; ``whole``: sentences are not shortened, and what faults name is shown."""
+    """A row a fault; ``whole``: sentences are not shortened, and the expected ones are shown."""
     columns = ["fault", "parent", "mesh", "verdict", "sentence"]
     rows = [_row(kill.planted, kill, whole) for kill in kills]
     return Table("Faults at scale", columns + ["says"] * whole, rows)

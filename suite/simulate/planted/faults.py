@@ -1,7 +1,7 @@
 """The faults of ``impls/mutants/at_scale``: found, simulated next to their parents, and judged.
 
-A fault is killed if a rank of it breaks a promise, in a sentence that the fault names, and the same
-ranks of its parent break none.  Both train the same model on the same mesh.
+A fault is killed if one of its ranks breaks a promise, with the sentence that the fault names, and
+the same ranks of its parent break none.  Both train the same model on the same mesh.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Verdict = Literal["killed", "survives", "killed otherwise", "parent broken"]
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault: what its decorator declares (``mutants/at_scale/declare.py``), and the path of its
+    """A fault: the fields of its decorator (``mutants/at_scale/declare.py``), and the path of its
     class.
     """
 
@@ -35,7 +35,7 @@ class Planted:
     path: str
 
     def source(self, implementation: str, small: bool = False) -> ShapeSource:
-        """The training that shows the fault, by ``implementation``; ``small``: one that does not.
+        """The training by ``implementation`` that shows the fault, or (``small``) does not show it.
 
         :raises SelectionError: the implementation does not take it.
         """
@@ -63,7 +63,7 @@ class Kill:
 
     @property
     def is_killed(self) -> bool:
-        """Whether the fault is killed as it says."""
+        """Whether the fault is killed by the sentence that it names."""
         return self.verdict == "killed"
 
 
@@ -109,7 +109,7 @@ class Judge:
 
 
 def sentences(source: ShapeSource, accounting: str) -> list[str]:
-    """The promises that the ranks at the ends of each axis break; an error ends with its own."""
+    """A sentence for each promise that ranks at the ends of each axis break, or for an error."""
     try:
         made = simulate(source, looked_at(source.axes))
         return broken(source, made, accounting)
