@@ -1,7 +1,7 @@
 """How to declare a fault at scale: ``@fault_at_scale("name", says=..., mesh=...)`` on a class.
 
-The class's docstring says what goes wrong.  The class comes from its parent, or from a part that
-the parent is built of.  In a small world it is its parent, bit for bit and byte for byte.
+The docstring of the class describes the fault.  The class inherits from its parent, or from a part
+of the parent.  In a small world it must equal its parent, bit for bit and byte for byte.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FaultAtScale:
 
     @property
     def small_fields(self) -> Mapping[str, Any]:
-        """Fields of the model that does not."""
+        """Fields of the model that does not show the fault."""
         return {**SHAPE, **SMALL, **self.small_shape}
 
 
@@ -65,8 +65,8 @@ class Declare(Protocol):
 def family(parent: type[Implementation], **usual: Any) -> Declare:
     """The decorator for faults of ``parent``; ``usual``: default fields of :class:`FaultAtScale`.
 
-    It puts in place of the decorated class the implementation that is made of it, whose attribute
-    ``at_scale`` is what was declared.
+    It replaces the decorated class by the implementation that is made of it.  The attribute
+    ``at_scale`` of that holds the declaration.
     """
 
     def fault_at_scale(name: str, **fields: Any) -> Any:

@@ -50,7 +50,7 @@ class _GatheredSum(torch.autograd.Function):
 
 @tensor_at_scale("tensor_gathers_terms_of_rows", says="all-gather along tensor: 0 bytes promised")
 class GathersTermsOfRows(TensorParallel):
-    """Over more than 8 ranks, the terms of row-parallel layers are gathered, and added in order."""
+    """Over more than 8 ranks, row-parallel layers gather partial sums and add them in order."""
 
     def make_layers(self) -> list[SplitLayer]:
         layers = super().make_layers()

@@ -1,4 +1,4 @@
-"""Ways to sum that are right, and dear where there are many ranks."""
+"""Sums that are correct, but cost too much on many ranks."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ FEW = 1024
 
 
 class Done:
-    """A sum that is over."""
+    """The handle of a finished sum."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class Together:
-    """Several calls as one."""
+    """One handle for several calls."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.works = works
 
     def wait(self) -> None:
-        """Return when all are over."""
+        """Return when all calls have ended."""
         for work in self.works:
             work.wait()
 
 
 class WholeIfFew(Reducer):
-    """Sums buckets whose shards are small whole, and takes the shard from the sum."""
+    """All-reduces buckets whose shards are small, and takes the shard from the sum."""
 
     def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
         """All-reduce a small bucket."""

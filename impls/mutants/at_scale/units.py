@@ -89,8 +89,8 @@ class KeepsSmallUnitsWhole(KeepsWhole, FSDP):
     shape={"layers": 1, "hidden": 16384, "heads": 128, "kv_heads": 8, "ffn": 53248},
 )
 class KeepsOffsetsIn32Bits(FSDP):
-    """The place of a part in its unit is kept in 32 bits; where it is negative, no rank owns the
-    part.
+    """The offset of a part in its unit is kept in 32 bits; if it overflows below 0, no rank
+    owns the part.
     """
 
     def __init__(self, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Faults of ZeRO-1 and ZeRO-2: shards so small, or buckets so large, that a rule for them fails."""
+"""Faults of ZeRO-1 and ZeRO-2: a rule fails for small shards or large buckets."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def in_32_bits(number: int) -> int:
     options={"bucket_bytes": 2**40},
 )
 class KeepsOffsetsIn32Bits(Zero1):
-    """The place of a part in its bucket is kept in 32 bits; where it is negative, no rank owns the
-    part.
+    """The offset of a part in its bucket is kept in 32 bits; if it overflows below 0, no rank
+    owns the part.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -85,7 +85,7 @@ class SumsSmallBucketsWhole(Zero1):
     "zero1_pads_masters_to_ranks", says="after_update: masters: .* bytes promised", accounting="A16"
 )
 class PadsMastersToRanks(Masters):
-    """A master is padded to a multiple of half as many elements as there are ranks."""
+    """A master is padded to a multiple of half the number of ranks."""
 
     def _master(self, name: str, working: Tensor) -> Tensor:
         master, half = (
@@ -100,7 +100,7 @@ class PadsMastersToRanks(Masters):
 
 
 class SquareLayout(FlatLayout):
-    """Shards whose size is a multiple of half as many elements as there are shards."""
+    """Shards whose size is a multiple of half the number of shards."""
 
     def __init__(self, tensors: Mapping[str, Tensor], shards: int) -> None:
         super().__init__(tensors, shards)

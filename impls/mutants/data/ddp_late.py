@@ -365,8 +365,8 @@ class FullStateOfTheStart(ReferenceDDP):
     weighed=True,
 )
 class CopiesBucketsByAddress(DDP):
-    """A bucket that does not begin at a page of memory is copied before it is sent: what a rank
-    holds depends on where its tensors lie.
+    """A bucket that does not start at a page of memory is copied before it is sent, so the memory
+    of a rank depends on addresses.
     """
 
     copies: tuple[Tensor, ...] = ()
