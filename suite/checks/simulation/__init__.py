@@ -24,7 +24,7 @@ NEEDS: Needs = ("calls", "every rank")
 _MOST = 20
 
 
-class Comparison(Protocol):
+class WithSimulated(Protocol):
     """How many ``figures`` were compared, a sentence for each that differs, and why none was."""
 
     figures: int
