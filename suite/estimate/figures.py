@@ -201,13 +201,13 @@ def kept_of(
     units: Sequence[activations.UnitBytes],
     ends: tuple[float, float],
     recompute: str | int,
-) -> activations.ActivationBytes:
+) -> activations.KeptBytes:
     """Activations of the rank that has most of them; ``ends``: what lies around the blocks.
 
     :raises SelectionError: a schedule without a closed form.
     """
     found = [*_by_stage(facts, units, ends, recompute)]
-    return activations.ActivationBytes(max(k.by_forward for k in found), max(k.peak for k in found))
+    return activations.KeptBytes(max(k.by_forward for k in found), max(k.peak for k in found))
 
 
 def _require_blocks(facts: ModelFacts) -> None:
@@ -245,7 +245,7 @@ def _by_stage(
     units: Sequence[activations.UnitBytes],
     ends: tuple[float, float],
     recompute: str | int,
-) -> Iterator[activations.ActivationBytes]:
+) -> Iterator[activations.KeptBytes]:
     """Activations of each rank of the pipeline (one, where there is none)."""
     first, last = ends
     ranks = facts.parts("layers")
@@ -271,7 +271,7 @@ def _by_stage(
         most = max(chunks, key=lambda chunk: chunk.peak)
         one = first * (0 in own) + last * (len(stages.place) - 1 in own)
         kept = held * most.by_forward + one * min(held, ranks)
-        yield activations.ActivationBytes(kept, kept + most.peak - most.by_forward)
+        yield activations.KeptBytes(kept, kept + most.peak - most.by_forward)
 
 
 def _ranks(facts: ModelFacts) -> Iterator[int]:
@@ -296,7 +296,7 @@ def estimated(
     model: str,
     strategy: str,
     accounting: str,
-    kept: activations.ActivationBytes | None,
+    kept: activations.KeptBytes | None,
     implementation: str = "",
     notes: Sequence[str] = (),
 ) -> Estimate:

@@ -78,11 +78,11 @@ def test_the_page_has_our_figures() -> None:
 
 def test_activations_of_groups_that_are_computed_again() -> None:
     unit = activations.UnitBytes(kept=10, input=2)
-    assert activations.of_units(1, [unit] * 4, 3) == activations.ActivationBytes(44, 44)
+    assert activations.of_units(1, [unit] * 4, 3) == activations.KeptBytes(44, 44)
     # Forward keeps 4 inputs and both ends; backward has freed the last end when it computes one.
-    assert activations.of_units(1, [unit] * 4, 3, 1) == activations.ActivationBytes(12, 17)
-    assert activations.of_units(1, [unit] * 4, 3, 2) == activations.ActivationBytes(8, 23)
-    assert activations.of_units(1, [unit] * 4, 30, 2) == activations.ActivationBytes(35, 35)
+    assert activations.of_units(1, [unit] * 4, 3, 1) == activations.KeptBytes(12, 17)
+    assert activations.of_units(1, [unit] * 4, 3, 2) == activations.KeptBytes(8, 23)
+    assert activations.of_units(1, [unit] * 4, 30, 2) == activations.KeptBytes(35, 35)
 
 
 @pytest.mark.parametrize("heads", [2, 4])

@@ -69,7 +69,7 @@ class UnitBytes:
 
 
 @dataclass(frozen=True)
-class ActivationBytes:
+class KeptBytes:
     """Bytes of activations when forward ends, and at the fullest moment of backward."""
 
     by_forward: float
@@ -78,7 +78,7 @@ class ActivationBytes:
 
 def of_units(
     first: float, units: Sequence[UnitBytes], last: float, recompute: str | int = NONE
-) -> ActivationBytes:
+) -> KeptBytes:
     """Bytes of blocks and of what lies before and behind them.
 
     Of blocks that are computed again in groups forward keeps the input of each group.  Backward
@@ -86,14 +86,14 @@ def of_units(
     """
     if recompute in (NONE, SELECTIVE) or not units:
         whole = first + sum(unit.kept for unit in units) + last
-        return ActivationBytes(whole, whole)
+        return KeptBytes(whole, whole)
     every = int(recompute)
     #     first | group | group | last      kept:  first  input  input  last
     #                   <-------------      peak:  first  input  input  the larger of group and last
     groups = [units[start : start + every] for start in range(0, len(units), every)]
     inputs = first + sum(group[0].input for group in groups)
     again = max(sum(unit.kept for unit in group) - group[0].input for group in groups)
-    return ActivationBytes(inputs + last, inputs + max(again, last))
+    return KeptBytes(inputs + last, inputs + max(again, last))
 
 
 def of_ends(shape: Shape, batch: BatchSize, how: LayerSetting) -> tuple[float, float]:
