@@ -238,7 +238,7 @@ class Wing:
         return None
 
     def compared_with_simulation(self, case: Case, records: Sequence[Any]) -> Any | None:
-        """Compare the ranks of ``case`` with simulated ones (``checks.simulation.WithSimulated``)."""
+        """Compare the ranks of ``case`` with simulated ones; ``checks.simulation`` says how."""
         return None
 
     def findings(self, thorough: bool) -> Iterator[Finding]:

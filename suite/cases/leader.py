@@ -26,6 +26,7 @@ from shardproof.cases.kinds.kind import Schedules
 from shardproof.cases.launcher import Launcher
 from shardproof.cases.plans import plans_of
 from shardproof.cases.verdict import decide_case, measure_case, problem_of
+from shardproof.checks import COSTLY
 from shardproof.checks.results import CaseResult
 from shardproof.contract import Implementation, Refused
 from shardproof.evidence.account import Account, WholeTensor, whole_tensors
@@ -83,7 +84,10 @@ def leaves_no_trace(case: Case) -> bool:
     other = relation.get("same_as", {}) if isinstance(relation, Mapping) else {}
     loaded = case.implementation, other.get("implementation", case.implementation)
     named = ":" in case.workload.name or named_in_options(case)
-    return not named and all(map(registry.changes_nothing, loaded))
+    # A costly check runs steps of the system in the leader.
+    return (
+        not named and not {*COSTLY} & {*case.checks} and all(map(registry.changes_nothing, loaded))
+    )
 
 
 def judge_case(

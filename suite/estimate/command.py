@@ -183,6 +183,8 @@ def _with_simulated(found: Any, work: Any, options: Mapping[str, Any], again: st
     if again == "selective":
         remedy = "write --recompute 1, or leave --simulate out"
         raise SelectionError(Problem("--simulate cannot recompute scores only", remedy, again))
+    from shardproof.costs import shapes
+
     name = found.implementation
     impl = name if "/" in name or ":" in name else f"reference/{name}"
     if not is_json():
@@ -199,7 +201,10 @@ def _with_simulated(found: Any, work: Any, options: Mapping[str, Any], again: st
     }
     made = dict(required("simulate", "--simulate", lambda wing: wing.simulated(training)))
     made["state"] = sum((made[kind] for kind in JUDGED), Fraction())
-    return dataclasses.replace(found, simulated=made)
+    notes = [*found.notes]
+    if shapes.model(found.model).rounded:
+        notes.append(f"simulated without what fills {found.model} up to its round size")
+    return dataclasses.replace(found, simulated=made, notes=notes)
 
 
 def _usual(mesh: dict[str, int]) -> list[str]:
@@ -276,5 +281,7 @@ def _exact(found: list[Any], memory: int | None) -> Table:
         made = {f"simulated {name}": float(size) for name, size in fields.pop("simulated").items()}
         fields |= {"state": one.state, "total": one.total, "ratio": float(one.ratio)}
         plain.append(fields | {"fits": fits(one, memory)} | made)
-    rows = [[str("" if value is None else value) for value in each.values()] for each in plain]
-    return Table("Estimates in bytes", tuple(plain[0]), rows)
+    headings = [*dict.fromkeys(name for each in plain for name in each)]
+    values = ([each.get(name) for name in headings] for each in plain)
+    rows = [[str("" if value is None else value) for value in row] for row in values]
+    return Table("Estimates in bytes", headings, rows)

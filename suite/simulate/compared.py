@@ -21,7 +21,7 @@ from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.commands.console import ProgressBar, is_json, make_console, print_line
-from shardproof.errors import Problem, SelectionError, shorten
+from shardproof.errors import Problem, SelectionError, is_exhausted, shorten
 from shardproof.evidence.account import Account
 from shardproof.evidence.records import RankRecord
 from shardproof.files import DAMAGE
@@ -56,6 +56,10 @@ class Compared:
 
 def unlike(case: Case) -> str:
     """Why ranks of ``case`` do more than train (empty: they do not)."""
+    if not case.steps:
+        return "it trains nothing"
+    if (backend := BACKENDS.get(case.backend)) is None or backend.device != "cpu":
+        return "its backend is not installed, or its ranks have GPUs, which are not simulated"
     if case.changes_members or case.deaths:
         return "ranks join or leave during the run"
     if case.loads_from or case.reload_at is not None:
@@ -69,12 +73,9 @@ def unready(result: CaseResult) -> str:
     """Why ``result`` has no ranks to compare (empty: it has)."""
     case = result.case
     if not case.steps:
-        return "it trains nothing"
+        return unlike(case)
     if kind(result.verdict) not in GREEN or result.record is None:
         return "it did not pass"
-    backend = BACKENDS.get(case.backend)
-    if backend is None or backend.device != "cpu":
-        return "its backend is not installed, or its ranks have GPUs, which are not simulated"
     return unlike(case)
 
 
@@ -98,7 +99,9 @@ def compared(case: Case, records: Sequence[RankRecord]) -> Compared:
     """Like :func:`compare`, but an error of the simulation becomes a finding."""
     try:
         return compare(case, records)
-    except Exception as error:  # noqa: BLE001 - any error of a simulation is a finding
+    except Exception as error:
+        if is_exhausted(error):
+            raise
         return Compared(case.id, 0, (), error=f"its simulation failed: {_told(error)}")
 
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from shardproof.backends.backend import Backend, Joining
 from shardproof.backends.base import GroupBase
+from shardproof.backends.errors import CollectiveMismatch
 from shardproof.backends.futures import OwnHandle, announce_delayed_reduction
 from shardproof.backends.request import Request, check
 from shardproof.ledgers.memory import installed
@@ -51,6 +52,8 @@ class Hearsay:
         self._received: dict[Letter, Tensor] = {}
         #: Whether the rank got a message that its sender has not sent yet, or waits in vain.
         self.guessed = False
+        #: How often a rank gave another number or message than in the round before.
+        self.changes = 0
         self._alone = 0
 
     def begin(self) -> None:
@@ -64,10 +67,21 @@ class Hearsay:
             members, number = place
             if members[own] == rank and number > self._counts.get(members, -1):
                 del self._answered[place, own], self._said[place][own]
+        for kept, end in ((self._sent, 0), (self._received, 1)):
+            self._prune(kept, end, rank)
+
+    def _prune(self, kept: dict[Letter, Any], end: int, rank: int) -> None:
+        """Forget messages of ``rank``, which stands at place ``end`` of a letter."""
+        for letter in [*kept]:
+            sender, receiver, number = letter
+            if letter[end] == rank and number > self._counts.get((sender, receiver, -1), -1):
+                del kept[letter]
 
     def send(self, sender: int, receiver: int, own: Tensor | None) -> None:
         """Note the message ``own`` (``None``: its values are unknown); both are global ranks."""
-        self._sent[self._letter(sender, receiver)] = None if own is None else own.clone()
+        letter = self._letter(sender, receiver)
+        self.changes += letter not in self._sent or not _equal(self._sent[letter], own)
+        self._sent[letter] = None if own is None else own.clone()
 
     def receive(self, sender: int, receiver: int, blank: Tensor) -> Tensor | None:
         """The message of ``sender``, of the shape of ``blank``, or ``None`` if it is unknown.
@@ -84,6 +98,7 @@ class Hearsay:
         given = self._sent[letter] if letter in self._sent else next(like, None)
         self.guessed |= letter not in self._sent
         if given is None or given.shape != shape:
+            self._received.pop(letter, None)
             return None
         self._received[letter] = given
         return given
@@ -100,6 +115,7 @@ class Hearsay:
         place = members, number
         said = self._said.setdefault(place, {})
         self._follow(members, number, rank, own)
+        self.changes += rank not in said or not torch.equal(said[rank], own)
         said[rank] = own.clone()
         kind = request.operation, request.reduce, request.root or 0
         self._answered[place, rank] = kind, (given := self._combined(place, rank, kind))
@@ -131,6 +147,23 @@ class Hearsay:
             return heard.sum(0).to(own.dtype)
         return heard.amax(0) if reduce == "max" else heard.amin(0)
 
+    def require_alike(self) -> None:
+        """Raise if two ranks made different calls at one place: real ones would wait or fail.
+
+        :raises CollectiveMismatch: they did.
+        """
+        calls = dict[Place, dict[tuple[Any, ...], int]]()
+        for (place, rank), (kind, _) in self._answered.items():
+            key = *kind, tuple(self._said[place][rank].shape)
+            calls.setdefault(place, {}).setdefault(key, place[0][rank])
+        for (_, number), made in calls.items():
+            if len(made) > 1:
+                (one, a), (other, b) = [*made.items()][:2]
+                what = (
+                    f"rank {a} calls {one[0]} of {one[-1]}, but rank {b} {other[0]} of {other[-1]}"
+                )
+                raise CollectiveMismatch(f"agreement {number} of a group: {what}")
+
     @property
     def is_settled(self) -> bool:
         """Whether each answer agrees with the numbers of all ranks simulated by now."""
@@ -142,6 +175,12 @@ class Hearsay:
             (sent := self._sent.get(letter, given)) is not None and torch.equal(given, sent)
             for letter, given in self._received.items()
         )
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
 
 
 #: The answers of the simulation in progress.

@@ -204,7 +204,8 @@ def _needed(
         return None
     most = max(len(lie.units[stage]) for stage in own)
     kept = activations.of_units(first, [unit] * most, 0, how.recompute)
-    ends = last * (len(lie.units) - 1 in own)
+    # All forwards may come first; ranks with several stages run the last one's backward at once.
+    ends = last * (len(lie.units) - 1 in own) * (flying if len(own) == 1 else 1)
     # Each micro-batch keeps the stage's output as well, from which its backward begins.
     begun = flying * (kept.by_forward + float(entering))
     return Fraction(begun + kept.peak - kept.by_forward + ends)
@@ -303,6 +304,8 @@ def _around(model: CostModel, made: SimulatedRank) -> Iterator[str]:
     most += (model.metadata_bytes() + int(values)) // facts.world + 1
     if spent > most:
         yield f"integers: at most {most:,} bytes promised, {spent:,} sent"
-    limit = _MOST_GROUPS_AN_AXIS * sum(facts.world // size for size in facts.axes.values())
+    limit = _MOST_GROUPS_AN_AXIS * sum(
+        facts.world // size for size in facts.axes.values() if size > 1
+    )
     if made.groups > limit:
         yield f"process groups: at most {limit:,} expected, {made.groups:,} made"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -22,6 +23,7 @@ from shardproof import axes, comm, registry
 from shardproof.backends import Joining, joined
 from shardproof.comm import Mesh
 from shardproof.contract import KINDS, Implementation, Piece, Point
+from shardproof.errors import Problem, SelectionError
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import installed
 from shardproof.ledgers.memory.log import MemoryLog
@@ -85,7 +87,7 @@ def _agreed(
     source: Source, ranks: Sequence[int], began: Callable[[int], None]
 ) -> list[SimulatedRank]:
     group.hearsay = group.Hearsay()
-    rounds = _MOST_ROUNDS * source.steps
+    rounds, before = _MOST_ROUNDS * source.steps, -1
     for _ in range(rounds):
         found, failed = list[SimulatedRank](), None
         for rank in ranks:
@@ -98,7 +100,11 @@ def _agreed(
                     raise
                 failed = failed or error
         if failed is None and group.hearsay.is_settled:
+            group.hearsay.require_alike()
             return found
+        if failed is not None and group.hearsay.changes == before:
+            break  # nobody said anything new, so another round would fail alike
+        before = group.hearsay.changes
     if failed is not None:
         raise failed
     raise RuntimeError(f"ranks {list(ranks)} did not agree in {rounds} rounds")
@@ -106,10 +112,13 @@ def _agreed(
 
 def simulate_rank(source: Source, rank: int) -> SimulatedRank:
     """Run ``source`` as ``rank`` of its world."""
+    if dist.is_initialized():
+        what = "this process has a process group, which a simulation would replace"
+        raise SelectionError(Problem(what, "simulate in a process of its own"))
     group.hearsay.begin()
     world, hook = math.prod(source.axes.values()), sys.excepthook
+    joined.join(Simulated(), Joining(rank, world, Path(), 60.0, ledgers=True))
     try:
-        joined.join(Simulated(), Joining(rank, world, Path(), 60.0, ledgers=True))
         with _control_on_values(), upstream.without_values():
             # The mesh reads the numbers of its ranks, so they are made with values.
             mesh = Mesh(source.axes, source.joint)
@@ -123,6 +132,9 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
     finally:
         functional.let_go()
         joined.leave()
+        # Threads that are ranks later would find them.
+        program_order.install(None, process=True)
+        traffic.install(None, process=True)
         sys.excepthook = hook  # torch puts the rank before every later traceback
 
 

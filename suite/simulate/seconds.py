@@ -35,6 +35,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 
 from shardproof import axes, schedules
@@ -109,7 +110,7 @@ def step_seconds(
     for one in played:
         one.play()
     schedule = next((one.schedule for one in made if one.schedule is not None), None)
-    if not all(one.actions for one in made):
+    if schedule is not None and not all(map(partial(_follows, schedule), made)):
         schedule = None  # the system does not say which stage computes when
     if schedule is not None:
         begins = _begins(schedule, played)
@@ -374,6 +375,12 @@ def _by_issue(calls: Iterable[LoggedCall]) -> Iterator[tuple[int, list[LoggedCal
         if call.phase != "observe" and len(call.group) > 1:
             found.setdefault(call.issued, []).append(call)
     yield from found.items()
+
+
+def _follows(schedule: Schedule, made: SimulatedRank) -> bool:
+    """Whether ``made`` computed what ``schedule`` says, in whatever order."""
+    said = {a for a in schedule.orders[made.place] if a.op in schedules.COMPUTE}
+    return said == {_action(done) for done in made.actions}
 
 
 def _action(done: Done) -> Action:

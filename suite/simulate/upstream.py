@@ -73,10 +73,11 @@ def _tensor_to_object(tensor: Tensor, *given: Any, **named: Any) -> Any:
         return _TO_OBJECT(tensor if values is None else values, *sizes, **named)
 
 
-_TO_TENSOR, _TO_OBJECT = c10d._object_to_tensor, c10d._tensor_to_object
+_TO_TENSOR: Any = getattr(c10d, "_object_to_tensor", None)
+_TO_OBJECT: Any = getattr(c10d, "_tensor_to_object", None)
 
 
-_RESET = _fsdp_param.FSDPParam.reset_sharded_param
+_RESET: Any = getattr(_fsdp_param.FSDPParam, "reset_sharded_param", None)
 
 
 def _reset_sharded_param(param: Any) -> None:
@@ -95,10 +96,13 @@ def _share(one: Any, other: Any) -> bool:
 
 def _forget_ranks() -> None:
     """Empty DTensor's caches, which hold shapes and groups of the previous rank."""
-    debug._clear_sharding_prop_cache()
-    for held in vars(_redistribute).values():
-        if hasattr(held, "cache_clear"):
-            held.cache_clear()
+    for clear in (
+        getattr(debug, "_clear_sharding_prop_cache", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        *(getattr(held, "cache_clear", None) for held in vars(_redistribute).values()),
+    ):
+        if clear is not None:
+            clear()
 
 
 @contextmanager
@@ -123,10 +127,15 @@ def without_values() -> Iterator[None]:
             stack.enter_context(patch.object(_flat_param, "_data_ptr_allocated", is_allocated))
         for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
             stack.enter_context(patch.object(distributed, name, nothing))
-        stack.enter_context(patch.object(c10d, "_object_to_tensor", _object_to_tensor))
-        stack.enter_context(patch.object(c10d, "_tensor_to_object", _tensor_to_object))
-        fsdp2 = _fsdp_param.FSDPParam
-        stack.enter_context(patch.object(fsdp2, "reset_sharded_param", _reset_sharded_param))
+        if _TO_TENSOR is not None and _TO_OBJECT is not None:
+            stack.enter_context(patch.object(c10d, "_object_to_tensor", _object_to_tensor))
+            stack.enter_context(patch.object(c10d, "_tensor_to_object", _tensor_to_object))
+        if _RESET is not None:
+            fsdp2 = _fsdp_param.FSDPParam
+            stack.enter_context(patch.object(fsdp2, "reset_sharded_param", _reset_sharded_param))
         owner = distributed.DistributedDataParallel
         stack.enter_context(patch.object(owner, "_ddp_init_helper", made))
-        yield
+        try:
+            yield
+        finally:
+            _forget_ranks()

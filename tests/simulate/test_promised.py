@@ -56,6 +56,13 @@ def test_clean_systems_keep_their_promises(
     assert problems(source_of(implementation, mesh, micro_batches)) == []
 
 
+def test_all_forwards_first_keep_the_loss_of_each_micro_batch() -> None:
+    source = source_of("reference/pipeline", {"pipe": 2}, 8)
+    # A wide head: what the loss keeps exceeds the layers.
+    wide = replace(source.shape, vocab=8192, layers=4, parameters=0)
+    assert problems(replace(source, shape=wide, options={"schedule": "gpipe"})) == []
+
+
 def test_state_in_host_memory_is_judged_there() -> None:
     source = source_of("reference/fsdp", {"shard": 8})
     offloads = replace(source, options={"offload": "parameters"})

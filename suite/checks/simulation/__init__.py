@@ -16,6 +16,7 @@ from typing import Protocol
 from shardproof.checks import Needs, Outcome
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
+from shardproof.registry.stand_ins import needed
 from shardproof.wings import first
 
 NEEDS: Needs = ("calls", "every rank")
@@ -35,6 +36,9 @@ class WithSimulated(Protocol):
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
     """A row with the number of equal figures, or one for each that differs."""
+    if needed(evidence.case) or ":" in evidence.case.workload.name:
+        why = "the judge does not load code of your own: use `shardproof simulate --against RUN`"
+        return [ComparisonRow(skip=why)]
     made = first(lambda wing: wing.compared_with_simulation(evidence.case, evidence.records))
     if made is None:
         return [ComparisonRow(skip="suite/simulate is missing here")]
