@@ -6,14 +6,15 @@ reproducible.  Every rank's own copy is written from one result, so replicas are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardproof.backends.errors import CollectiveMismatch
-from shardproof.backends.request import Request
+from shardproof.backends.errors import CollectiveMismatch, name_ranks
+from shardproof.backends.request import Chunks, Request, chunks, wholes
+from shardproof.table import grouped
 
 #: ``(destination, value)``: to be copied into the destination, which belongs to one rank.
 Write = tuple[Tensor, Tensor]
@@ -100,45 +101,58 @@ def _broadcast(requests: list[Request]) -> Result:
 
 def _all_gather(requests: list[Request]) -> Result:
     for index in range(len(requests[0].inputs)):
+        given = [giver.inputs[index][0] for giver in requests]
+        if (targets := _whole([r.outputs[index] for r in requests])) and _are_alike(given):
+            whole = torch.cat([value.reshape(-1) for value in given])
+            yield from ((rank, target, whole) for rank, target in enumerate(targets))
+            continue
         for source, giver in enumerate(requests):
             value = giver.inputs[index][0]
             # In place, a rank's input is its own slot of its output; any other overlap is copied.
             if value.data_ptr() != giver.outputs[index][source].data_ptr():
-                value = _stable(value, giver)
+                value = _stable(value, _storages(giver))
             for rank, request in enumerate(requests):
                 yield rank, request.outputs[index][source], value
 
 
 def _reduce_scatter(requests: list[Request]) -> Result:
     for index in range(len(requests[0].outputs)):
+        if _are_alike(given := _whole([r.inputs[index] for r in requests])):
+            total = chunks(fold(given, requests[0].reduce or "sum"), len(requests))
+            yield from ((r, one.outputs[index][0], total[r]) for r, one in enumerate(requests))
+            continue
         for rank, request in enumerate(requests):
             parts = [r.inputs[index][rank] for r in requests]
             if len({(p.numel(), p.dtype) for p in parts}) > 1:
-                sizes = ", ".join(f"{_shape(p)} on rank {i}" for i, p in enumerate(parts))
+                alike = grouped((_shape(part), giver) for giver, part in enumerate(parts))
+                sizes = ", ".join(f"{size} on {name_ranks(r)}" for size, r in alike.items())
                 raise CollectiveMismatch(f"reduce_scatter: inputs for rank {rank} differ: {sizes}")
             yield rank, request.outputs[index][0], fold(parts, requests[0].reduce or "sum")
 
 
 def _gather(requests: list[Request]) -> Result:
     root = requests[0].root or 0
+    taken = _storages(requests[root])
     for index in range(len(requests[0].inputs)):
         for source, giver in enumerate(requests):
-            value = _stable(giver.inputs[index][0], requests[root])
+            value = _stable(giver.inputs[index][0], taken)
             yield root, requests[root].outputs[index][source], value
 
 
 def _scatter(requests: list[Request]) -> Result:
     root = requests[0].root or 0
+    taken = _storages(requests[root])
     for index in range(len(requests[0].outputs)):
         for rank, request in enumerate(requests):
-            value = _stable(requests[root].inputs[index][rank], requests[root])
+            value = _stable(requests[root].inputs[index][rank], taken)
             yield rank, request.outputs[index][0], value
 
 
 def _all_to_all(requests: list[Request]) -> Result:
     for source, giver in enumerate(requests):
+        taken = _storages(giver)
         for rank, request in enumerate(requests):
-            yield rank, request.outputs[0][source], _stable(giver.inputs[0][rank], giver)
+            yield rank, request.outputs[0][source], _stable(giver.inputs[0][rank], taken)
 
 
 _OPERATIONS: dict[str, Callable[[list[Request]], Result]] = {
@@ -154,11 +168,25 @@ _OPERATIONS: dict[str, Callable[[list[Request]], Result]] = {
 }
 
 
-def _stable(value: Tensor, receiver: Request) -> Tensor:
-    """``value``, or a copy of it if it shares memory with an output of ``receiver``."""
-    storage = value.untyped_storage().data_ptr()
-    shared = any(t.untyped_storage().data_ptr() == storage for o in receiver.outputs for t in o)
-    return value.clone() if shared else value
+def _whole(items: list[Sequence[Tensor]]) -> list[Tensor]:
+    """The tensors whose equal parts ``items`` are; empty if one of them is a list."""
+    found = [item.whole for item in items if isinstance(item, Chunks)]
+    return found if len(found) == len(items) else []
+
+
+def _are_alike(tensors: list[Tensor]) -> bool:
+    """Whether there are ``tensors``, all of one size and dtype."""
+    return len({(tensor.numel(), tensor.dtype) for tensor in tensors}) == 1
+
+
+def _storages(receiver: Request) -> set[int]:
+    """Where the outputs of ``receiver`` lie."""
+    return {t.untyped_storage().data_ptr() for o in receiver.outputs for t in wholes(o)}
+
+
+def _stable(value: Tensor, taken: set[int]) -> Tensor:
+    """``value``, or a copy of it if it lies in one of the storages ``taken``."""
+    return value.clone() if value.untyped_storage().data_ptr() in taken else value
 
 
 def _shape(tensor: Tensor) -> str:

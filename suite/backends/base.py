@@ -28,8 +28,16 @@ from torch import Tensor
 from shardproof import axes
 from shardproof.backends import heartbeat
 from shardproof.backends.backend import Backend
-from shardproof.backends.errors import CollectiveMismatch, differing_calls, name_ranks
-from shardproof.backends.request import Request, chunks, listed, reduction, root_of, rows
+from shardproof.backends.errors import CollectiveMismatch, differing_calls, spans
+from shardproof.backends.request import (
+    Request,
+    chunks,
+    listed,
+    reduction,
+    root_of,
+    rows,
+    wholes,
+)
 from shardproof.comm import BACKGROUND
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import installed
@@ -157,7 +165,7 @@ class GroupBase(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._rank, self._size, self._members = rank, size, members
         self._timeout = timeout
-        self._name = self._description = ""
+        self._name = self._description = self._spelt = ""
         self.transform: Callable[[Request], Request] | None = None
         #: What stands for the group where calls are noted, and how many collective ones it made.
         self._group_number = self._collectives = 0
@@ -239,7 +247,7 @@ class GroupBase(dist.ProcessGroup):
         request.where = self._where()
         noted = self._note(request)
         ledger, calls = traffic.current(), list[traffic.LoggedCall]()
-        tensors = [t for item in (*request.inputs, *request.outputs) for t in item]
+        tensors = [t for item in (*request.inputs, *request.outputs) for t in wholes(item)]
         installed.communicated(tensors)
         if ledger is not None:
             loads = request.loads(self._size, self._rank)
@@ -278,7 +286,10 @@ class GroupBase(dist.ProcessGroup):
             digest = zlib.crc32(request.agreed().encode())
         log, text = program_order.current(), request.text()
         step = log.number if log else -1
-        noted = writer.note(f"{text} on {name_ranks(ranks)}", group, number, digest, step)
+        # Once a group: to spell N ranks at each call of each of them is N^2 work.
+        # All of them, for whoever reads the heartbeat counts them (``members_of``).
+        self._spelt = self._spelt or f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+        noted = writer.note(f"{text} on {self._spelt}", group, number, digest, step)
         if self.compares and number:
             others = writer.differing(ranks, group, number, digest)
             if others:
@@ -294,8 +305,8 @@ class GroupBase(dist.ProcessGroup):
         operation: str,
         method: str,
         given: tuple[Any, ...],
-        inputs: Sequence[list[Tensor]] = (),
-        outputs: Sequence[list[Tensor]] = (),
+        inputs: Sequence[Sequence[Tensor]] = (),
+        outputs: Sequence[Sequence[Tensor]] = (),
         **fields: Any,
     ) -> Handle:
         """Issue what torch called by ``method(*given)``."""
@@ -330,7 +341,7 @@ class GroupBase(dist.ProcessGroup):
         given = (output_lists, inputs, *args)
         return self._call("all_gather", "allgather_coalesced", given, _singly(inputs), outputs)
 
-    def _chunks(self, tensor: Tensor) -> list[Tensor]:
+    def _chunks(self, tensor: Tensor) -> Sequence[Tensor]:
         """The part of ``tensor`` for each rank."""
         return chunks(tensor, self._size)
 
@@ -338,10 +349,10 @@ class GroupBase(dist.ProcessGroup):
         """A call of (outputs, inputs, ...) whose larger side holds a chunk of every rank."""
         outputs, inputs = map(listed, given[:2])
         if operation == "all_gather":
-            sides = _singly(inputs), [self._chunks(t) for t in outputs]
-        else:
-            sides = [self._chunks(t) for t in inputs], _singly(outputs)
-        return self._call(operation, method, given, *sides)
+            parts = [self._chunks(t) for t in outputs]
+            return self._call(operation, method, given, _singly(inputs), parts)
+        parts = [self._chunks(t) for t in inputs]
+        return self._call(operation, method, given, parts, _singly(outputs))
 
     #: Concatenate every rank's tensor in the first argument.
     all_gather_single = partialmethod(_by_chunks, "all_gather", "all_gather_single")

@@ -23,9 +23,22 @@ def spans(ranks: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
+#: Spans of ranks, and calls of several ranks, that a message spells out.  Of 128 ranks in as many
+#: calls it would have 30 KB, on every rank.
+_MOST_SPANS, MOST_CALLS = 8, 4
+
+
+def few_spans(ranks: Sequence[int]) -> str:
+    """:func:`spans`; of many the first ones, and how many ranks follow."""
+    parts = spans(ranks).split(",")
+    shown = ",".join(parts[:_MOST_SPANS])
+    left = len(ranks) - len(members_of(shown)) if len(parts) > _MOST_SPANS else 0
+    return f"{shown} and {left} more" if left else shown
+
+
 def name_ranks(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0-3,7``."""
-    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {few_spans(ranks)}"
 
 
 def all_do(verb: str, ranks: Sequence[int]) -> str:
@@ -34,9 +47,16 @@ def all_do(verb: str, ranks: Sequence[int]) -> str:
 
 
 def who_does(verb: str, what: Mapping[int, str]) -> list[str]:
-    """``ranks 0-3 wait in A``, ``rank 4 waits in B``: ranks that do the same are named together."""
-    alike = grouped((text, rank) for rank, text in sorted(what.items()))
-    return [f"{all_do(verb, ranks)} {text}" for text, ranks in alike.items()]
+    """``ranks 0-3 wait in A``, ``rank 4 waits in B``: ranks that do the same are named together.
+
+    Of many different calls the last line counts those that are left out.
+    """
+    alike = [*grouped((text, rank) for rank, text in sorted(what.items())).items()]
+    shown = alike if len(alike) <= MOST_CALLS + 1 else alike[:MOST_CALLS]
+    lines = [f"{all_do(verb, ranks)} {text}" for text, ranks in shown]
+    if rest := sorted(rank for _, ranks in alike[len(shown) :] for rank in ranks):
+        lines.append(f"{all_do(verb, rest)} in {len(alike) - len(shown)} other calls")
+    return lines
 
 
 def members_of(group: str) -> list[int]:
@@ -58,7 +78,7 @@ def differing_calls(number: int, group: Sequence[int], calls: Mapping[int, str])
     if missing := [rank for rank in group if rank not in calls]:
         have = "have" if len(missing) > 1 else "has"
         lines.append(f"{name_ranks(missing)} {have} not made the call yet")
-    return f"call {number} of group {spans(group)} does not match: {'; '.join(lines)}"
+    return f"call {number} of group {few_spans(group)} does not match: {'; '.join(lines)}"
 
 
 class CommError(RuntimeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -33,8 +33,8 @@ class Request:
     """
 
     operation: str
-    inputs: list[list[Tensor]] = field(default_factory=list)
-    outputs: list[list[Tensor]] = field(default_factory=list)
+    inputs: Sequence[Sequence[Tensor]] = field(default_factory=list)
+    outputs: Sequence[Sequence[Tensor]] = field(default_factory=list)
     reduce: str | None = None
     root: int | None = None
     peer: int | None = None
@@ -80,7 +80,7 @@ class Request:
             dtypes = {_name(t.dtype) for item in every for t in item}
             return f"{self.operation} {self.reduce} {self.root} {sorted(dtypes)}"
         if self.operation == "all_gather":  # ranks may give tensors of different sizes in a list
-            received = "+".join(str(t.numel()) for item in self.outputs for t in item)
+            received = "+".join(str(n) for item in self.outputs for n in _sizes(item))
             return f"all_gather {received} {[_name(item[0].dtype) for item in self.inputs]}"
         return self.text().removesuffix(self.where)  # ranks may come from different layers
 
@@ -90,7 +90,7 @@ class Request:
         sides = self.outputs if received else self.inputs
         totals: dict[torch.dtype, int] = {}
         for item in sides:
-            for index, tensor in enumerate(item):
+            for index, tensor in enumerate(wholes(item)):
                 if self.operation == "all_to_all" and index == rank:
                     continue
                 bytes_ = tensor.numel() * tensor.element_size()
@@ -113,17 +113,46 @@ OLD_NAMES = {
 }
 
 
-def chunks(tensor: Tensor, size: int) -> list[Tensor]:
+class Chunks(Sequence[Tensor]):
+    """``size`` equal parts of ``whole``, a contiguous tensor, in memory order.
+
+    A part becomes a view when it is asked for: N views on each of N ranks are N^2 of them a call.
+    """
+
+    def __init__(self, whole: Tensor, size: int) -> None:
+        self.whole, self._size = whole, size
+        self._parts = whole.detach().view(size, -1)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return list(self._parts[place].unbind(0))
+        return self._parts[place]  # an IndexError beyond the last ends an iteration
+
+
+def wholes(item: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors of ``item``; those that are equal parts of one as that one."""
+    return [item.whole] if isinstance(item, Chunks) else item
+
+
+def _sizes(item: Sequence[Tensor]) -> Iterable[int]:
+    if isinstance(item, Chunks):
+        return [item.whole.numel() // len(item)] * len(item)
+    return (tensor.numel() for tensor in item)
+
+
+def chunks(tensor: Tensor, size: int) -> Sequence[Tensor]:
     """``size`` equal parts of ``tensor`` in memory order (rows, if it is strided).
 
     Raises ``ValueError`` when the elements cannot be divided.
     """
     if tensor.numel() % size:
         raise ValueError(f"{tensor.numel()} elements cannot be cut into {size} equal chunks")
-    if tensor.is_contiguous():
-        flat = tensor.detach().view(size, -1) if tensor.numel() else tensor.detach().view(1, -1)
-        return list(flat.unbind(0)) if tensor.numel() else [flat[0]] * size
-    return rows(tensor, None, size)
+    if not tensor.numel():
+        return [tensor.detach().view(-1)] * size
+    return Chunks(tensor, size) if tensor.is_contiguous() else rows(tensor, None, size)
 
 
 def rows(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
@@ -187,7 +216,7 @@ def check(request: Request, size: int, rank: int) -> None:
         raise ValueError(f"{request.text()}: peer {peer} is not in a group of {size} ranks")
     if peer == rank:
         raise ValueError(f"{request.text()}: rank {rank} of the group sends to itself")
-    for dtype in {t.dtype for item in request.inputs for t in item if request.reduce}:
+    for dtype in {t.dtype for item in request.inputs for t in wholes(item) if request.reduce}:
         numbers = dtype.is_floating_point or dtype.is_complex
         unordered = dtype.is_complex and request.reduce in ("min", "max")
         if unordered or (numbers and request.reduce in _BITS):
@@ -212,7 +241,7 @@ def _check_parts(
         counts = ", ".join(str(len(parts)) for parts in lists) or "none"
         raise ValueError(f"{request.text()}: expected {size} tensors (one per rank), got {counts}")
     for parts, one in zip(lists, own, strict=True):
-        dtypes = {_name(t.dtype) for t in (*parts, one)}
+        dtypes = {_name(t.dtype) for t in (*wholes(parts), one)}
         if len(dtypes) > 1:
             raise ValueError(f"{request.text()}: mixed dtypes: {' and '.join(sorted(dtypes))}")
         if parts[rank].numel() != one.numel():

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardproof import axes, checks
-from shardproof.backends.errors import CollectiveMismatch, name_ranks
+from shardproof.backends.errors import MOST_CALLS, CollectiveMismatch, name_ranks
 from shardproof.case import Case
 from shardproof.cases import kinds
 from shardproof.cases.audit import audited
@@ -299,7 +299,9 @@ def _where(cause: RankOutcome) -> str:
 
 def _last_calls(outcomes: Sequence[RankOutcome]) -> str:
     ranks_of = grouped((one.last_call, one.rank) for one in outcomes if one.last_call)
-    calls = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in ranks_of.items())
+    told = [f"{name_ranks(ranks)}: {call}" for call, ranks in ranks_of.items()]
+    more = len(told) - MOST_CALLS
+    calls = "; ".join(told[:MOST_CALLS]) + (f"; {more} other calls" if more > 0 else "")
     return f" [last calls: {calls}]" if calls else ""
 
 

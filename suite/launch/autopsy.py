@@ -16,7 +16,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardproof.backends.errors import all_do, differing_calls, members_of, name_ranks, spans
+from shardproof.backends.errors import (
+    MOST_CALLS,
+    all_do,
+    differing_calls,
+    members_of,
+    name_ranks,
+    spans,
+)
 from shardproof.backends.heartbeat import ORDERED, Noted
 from shardproof.launch.frames import SUITE
 from shardproof.table import grouped
@@ -161,8 +168,10 @@ def find(standings: Sequence[Standing]) -> Autopsy | None:
     ring = [
         f"rank {rank} waits in {_named(waits[rank])} for {name_ranks(sorted(missing))}"
         f"{_at(ranks[rank])}"
-        for rank, missing in sorted(lacks.items())
+        for rank, missing in sorted(lacks.items())[:MOST_CALLS]
     ]
+    if len(lacks) > len(ring):
+        ring.append(f"{len(lacks) - len(ring)} other ranks wait alike")
     tail = "each waits for another, and none of them arrived"
     return Autopsy("desync", f"desync: {'; '.join(ring)}; {tail}", None)
 
@@ -228,7 +237,7 @@ def _nobody(astray: Mapping[int, Noted], ranks: Mapping[int, Standing]) -> Autop
     """Ranks that wait for a rank that is none."""
     each = [
         f"rank {rank} waits in {_named(call)}{_at(ranks[rank])}, a group of {len(_members(call))}"
-        for rank, call in astray.items()
+        for rank, call in sorted(astray.items())[:MOST_CALLS]
     ]
     return Autopsy("desync", f"desync: {'; '.join(each)}: the group has no such rank", min(astray))
 

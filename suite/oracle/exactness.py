@@ -109,8 +109,8 @@ class _Meter(TorchDispatchMode):
             grain = min(_quantum(value) for value in args if _is_float(value))
             needed = _bits(func(*sizes, **kwargs), grain)
         out = func(*args, **kwargs)
-        if name in _SELECTIONS:
-            needed = _bits(out, _quantum(out))
+        if name in _SELECTIONS and _is_float(out):
+            needed = _bits(out.abs(), _quantum(out))  # a row of an embedding may be negative
         elif name not in _PRODUCTS | _ADDITIONS | _SUMS | _MOVES and _is_float(out):
             needed = _UNBOUNDED
         if needed > self.bits:

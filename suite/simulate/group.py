@@ -10,6 +10,7 @@ to give the same numbers as this one (:class:`Hearsay`).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -203,7 +204,7 @@ class SimulatedGroup(GroupBase):
 
     backend_name = NAME
 
-    def _chunks(self, tensor: Tensor) -> list[Tensor]:
+    def _chunks(self, tensor: Tensor) -> Sequence[Tensor]:
         if not (isinstance(tensor, FakeTensor) and tensor.numel() and tensor.is_contiguous()):
             return super()._chunks(tensor)
         if tensor.numel() % self._size:
@@ -258,7 +259,9 @@ class SimulatedGroup(GroupBase):
             if heard is not None:
                 tell(tensor, heard.clone())
 
-    def _answer(self, request: Request, given: list[Tensor], received: list[Tensor]) -> None:
+    def _answer(
+        self, request: Request, given: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> None:
         """Fill ``received`` from the simulated ranks, or as if all ranks had ``given``."""
         if request.operation in ("all_reduce", "broadcast"):
             (own,) = given

@@ -12,9 +12,9 @@ difference at all is a fault.
 * The loss of a target is a hinge against the next letter, ``max(0, 1 + other - target)``.
 * Target weights are 1 or 2 over a power of two and sum to exactly 1.
 
-A sample is the end of a Unicode character name over 32 symbols; each position guesses the next
-letter from its own.  Use SGD with a learning rate and a momentum that are powers of two (a decay,
-too, but it costs many bits a step).
+A sample is the end of a Unicode character name over 32 symbols, or more for worlds of more tensor
+ranks; each position guesses the next letter from its own.  Use SGD with a learning rate and a
+momentum that are powers of two (a decay, too, but it costs many bits a step).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from shardproof.workloads.base import Picks, Samples, WorkloadFamily
 from shardproof.workloads.knobs import Knob, Params
 from shardproof.workloads.layers import Embedding, Linear, Place, Span, Stack, seed_number, tie
 
+#: Fewer would take two letters for one; from 128 on each character is a symbol of its own.
 SYMBOLS = 32
 #: Knobs of mixtures whose values stay exact.
 _ROUTED = {
@@ -83,10 +84,10 @@ class Embed(nn.Module):
 
     roles: ClassVar[Mapping[str, Role]] = {"token": "embedding", "position": "positions"}
 
-    def __init__(self, seq: int, width: int, place: Place) -> None:
+    def __init__(self, params: Params, place: Place) -> None:
         super().__init__()
-        self.token = Embedding(SYMBOLS, width, **place)
-        self.position = Embedding(seq, width, **place)
+        self.token = Embedding(params["vocab"], params["width"], **place)
+        self.position = Embedding(params["seq"], params["width"], **place)
         self.span = Span()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -146,13 +147,19 @@ class Block(nn.Module):
 
 
 class DyadicMLP(WorkloadFamily):
-    """Samples are ``(positions,)`` symbols; outputs ``(samples, positions, 32)`` whole numbers."""
+    """Samples are ``(positions,)`` symbols; outputs are whole ``(samples, positions, vocab)``."""
 
     name = "dyadic_mlp"
     about = "integers over powers of two: equal bits in every order (lane dyadic)"
     digest = data.CHARACTER_NAMES_DIGEST
     dyadic = True
-    knobs: ClassVar = {"width": Knob(32), "layers": Knob(2), "seq": Knob(8, 2), **_ROUTED}
+    knobs: ClassVar = {
+        "width": Knob(32),
+        "layers": Knob(2),
+        "seq": Knob(8, 2),
+        "vocab": Knob(SYMBOLS, SYMBOLS),
+        **_ROUTED,
+    }
 
     def check(self, params: Params) -> None:
         """Refuse knobs that do not fit together."""
@@ -166,13 +173,13 @@ class DyadicMLP(WorkloadFamily):
         """The net; ``traits``: tied_over_units ties the head to the embedding."""
         width = params["width"]
         stack = Stack(
-            embed=Embed(params["seq"], width, place),
+            embed=Embed(params, place),
             blocks=[
                 MixedBlock(params, place) if params.get("experts") else Block(width, place)
                 for _ in range(params["layers"])
             ],
             norm=Levels(-4, 4),
-            head=Head(width, SYMBOLS, **place),
+            head=Head(width, params["vocab"], **place),
             flags=_flags,
             odd={},
         )
@@ -212,16 +219,16 @@ class DyadicMLP(WorkloadFamily):
         """``sum(weight * max(0, 1 + score of the next letter - score of the target))``."""
         target = micro.targets.unsqueeze(-1)
         scores = outputs.to(micro.weights.dtype)
-        other = scores.gather(-1, (target + 1) % SYMBOLS)
+        other = scores.gather(-1, (target + 1) % params["vocab"])
         margins = 1 + other - scores.gather(-1, target)
         return (micro.weights * F.relu(margins.squeeze(-1))).sum()
 
     def samples(self, params: Params, picks: Picks) -> Samples:
         """The last symbols of names, so that none is like the next; 0 after the end."""
-        names, seq = data.character_names(), params["seq"]
+        names, seq, symbols = data.character_names(), params["seq"], params["vocab"]
         inputs, targets, valid = [], [], []
         for index in picks.index:
-            text = [ord(letter) % SYMBOLS for letter in names[index][-(seq + 1) :]]
+            text = [ord(letter) % symbols for letter in names[index][-(seq + 1) :]]
             row = text + [0] * (seq + 1 - len(text))
             inputs.append(row[:seq])
             targets.append(row[1:])

@@ -92,6 +92,20 @@ def test_a_rank_may_have_a_unit_and_a_parameter_more_and_no_byte_beyond() -> Non
         assert found == (1, phase, most + 1, most)
 
 
+def test_buckets_for_a_step_that_never_comes_are_no_temporaries() -> None:
+    """DDP cuts them after its first update; a second step shows that they are communication."""
+    found: list[CaseResult] = []
+    fields: dict[str, Any] = {"workload": SMALL, "optimizer": ADAMW, "checks": ("memory",)}
+    for steps in (1, 2):
+        mesh = {"replicate": 2}
+        run_cases([made_case("reference/ddp", mesh, steps=steps, **fields)], 1, found.append)
+    assert [result.checks[0].status for result in found] == ["pass", "pass"]
+    told = evidence(steps=1)
+    told.compared["memory"] = list(unattributed.measure(told))
+    assert unattributed.exceeds(told, with_peaks(update=2**30)) is None
+    assert unattributed.exceeds(told, with_peaks(backward=2**30)) is not None
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_sums_of_earlier_micro_batches_may_lie_apart_until_the_update(strategy: str) -> None:
     one, several = evidence(strategy), evidence(strategy)

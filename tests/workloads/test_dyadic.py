@@ -101,3 +101,21 @@ def test_the_meter_counts_partial_sums_that_cancel() -> None:
     assert metered(torch.add, row, torch.full_like(row, 2.0**-10)) == 31
     assert metered(torch.div, row, row) > 1000
     assert metered(torch.sum, torch.arange(5)) == 0
+
+
+def test_a_larger_vocabulary_takes_each_character_for_itself() -> None:
+    def symbols(vocab: int) -> set[int]:
+        spec = WorkloadSpec("dyadic_mlp", global_batch=64, params={"vocab": vocab})
+        return {int(symbol) for symbol in make(spec, "float64").whole_batch(0).inputs.unique()}
+
+    assert max(symbols(32)) < 32
+    assert {ord("A"), ord(" ")} <= symbols(128)
+    with pytest.raises(WorkloadError, match="vocab = 31: must be an integer >= 32"):
+        make(WorkloadSpec("dyadic_mlp", params={"vocab": 31}), "float64")
+
+
+def test_the_size_of_a_row_counts_whatever_its_sign() -> None:
+    meter = _Meter()
+    with meter:
+        torch.nn.functional.embedding(torch.tensor([0]), torch.tensor([[-8.0, -1.0]]))
+    assert meter.bits == 4

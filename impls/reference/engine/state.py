@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -154,12 +155,24 @@ def gather_pieces(pieces: Sequence[Piece], comm: Comm) -> dict[str, Tensor]:
 
 def gather_over(pieces: Sequence[Piece], comms: Sequence[Comm]) -> list[Piece]:
     """The ``pieces`` of all ranks, gathered as objects along each of ``comms`` in turn."""
-    # Without ``source``, which would travel too, and cloned, or a view would travel with all of its
-    # storage.
-    copies = [replace(p, tensor=p.tensor.detach().clone(), source=None) for p in pieces]
+    # As bytes: N ranks unpickle N messages each, and a tensor takes torch far longer than bytes do.
+    packed = [_packed(piece) for piece in pieces]
     for comm in comms:
-        copies = [piece for theirs in comm.all_gather_object(copies) for piece in theirs]
-    return copies
+        packed = [one for theirs in comm.all_gather_object(packed) for one in theirs]
+    return [_unpacked(*one) for one in packed]
+
+
+def _packed(piece: Piece) -> tuple[Piece, torch.dtype, str, bytes]:
+    """``piece`` with the shape in place of its tensor and without ``source``; what it holds."""
+    tensor, shape = piece.tensor.detach(), cast(Any, tuple(piece.tensor.shape))
+    raw = tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return replace(piece, tensor=shape, source=None), tensor.dtype, tensor.device.type, raw
+
+
+def _unpacked(piece: Piece, dtype: torch.dtype, device: str, raw: bytes) -> Piece:
+    shape = cast(Any, piece.tensor)
+    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return replace(piece, tensor=flat.view(shape).to(device))
 
 
 def put(piece: Piece, whole: dict[str, Tensor]) -> None:

@@ -26,6 +26,7 @@ from shardproof.backends import arithmetic, errors
 from shardproof.backends.request import Request
 from shardproof.comm import PeerGone
 from shardproof.errors import said
+from shardproof.table import grouped
 
 GroupKey = tuple[str, tuple[int, ...], int]
 
@@ -83,7 +84,7 @@ class Pending:
         if request.peer is not None and self.group.ranks != tuple(range(len(self.group.ranks))):
             text += f" (peer is global rank {self.group.ranks[request.peer]})"
         number = "" if self.is_exchange else f", its call {self.number}"
-        return f"{text} of group {errors.spans(self.group.ranks)}{number}"
+        return f"{text} of group {errors.few_spans(self.group.ranks)}{number}"
 
 
 @dataclass(eq=False)
@@ -311,10 +312,10 @@ class Hub:
     def _complete(self, pending: Pending) -> None:
         """The call is over; a rank that has yet to wait for it keeps no peer's tensors alive."""
         pending.done = True
-        pending.posts.clear()
-        for rank, waited in self._waiting.items():
-            if waited is pending:
+        for rank in (pending.group.ranks[place] for place in pending.posts):
+            if self._waiting.get(rank) is pending:
                 self._wakers[rank].notify()
+        pending.posts.clear()
 
     def _fail(self, error: errors.CommError) -> None:
         if self.failure is None:
@@ -328,7 +329,7 @@ class Hub:
 
     def _check_ended(self, rank: int, pending: Pending) -> None:
         """Fail if ``rank`` waits for somebody who has ended."""
-        if pending.done:
+        if pending.done or not self._ended:
             return
         request = pending.posts[pending.group.ranks.index(rank)]
         if pending.is_exchange and request.peer is None:
@@ -342,6 +343,9 @@ class Hub:
 
     def _check_deadlock(self) -> None:
         """Fail if every rank that still runs waits and no waiter's condition holds."""
+        # Who has neither ended nor waits runs: to look at all N ranks whenever one waits is N^2.
+        if len(self._waiting) + len(self._ended) < self.world:
+            return
         waits = [self._waiting.get(rank) for rank in range(self.world) if rank not in self._ended]
         if not waits or self.failure is not None:
             return
@@ -356,12 +360,15 @@ class Hub:
             for rank, call in self._waiting.items()
         }
         lines = errors.who_does("wait", calls)
-        lines += [f"rank {rank} has ended" for rank in sorted(self._ended)]
+        if ended := sorted(self._ended):
+            lines.append(f"{errors.name_ranks(ended)} {'have' if len(ended) > 1 else 'has'} ended")
         self._fail(errors.Deadlock("deadlock: " + "; ".join(lines)))
 
     def _timed_out(self, rank: int, pending: Pending, limit: float) -> str:
         missing = pending.missing()
-        last = "; ".join(f"the last call of rank {r} was {self._last[r]}" for r in missing)
+        calls = grouped((self._last[rank], rank) for rank in missing)
+        lines = [f"the last call of {errors.name_ranks(r)} was {text}" for text, r in calls.items()]
+        last = "; ".join(lines[: errors.MOST_CALLS])
         return (
             f"no answer from {errors.name_ranks(missing)} in {limit:g} s: rank {rank} waits in "
             f"{pending.call(rank)}; {last}"

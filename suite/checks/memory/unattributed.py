@@ -10,7 +10,7 @@ several units.
 
 Judged of reference strategies on a CPU, without mixed precision, compression, offload,
 recomputation and backwards whose two halves are apart: those keep temporaries of their own, or
-gradients until their pass comes.
+gradients until their pass comes.  The update is judged in runs of two steps or more.
 """
 
 from __future__ import annotations
@@ -139,8 +139,12 @@ def exceeds(evidence: Figures, record: RankRecord) -> tuple[int, str, int, int] 
     }
     if not bounds or evidence.model_facts is None or why_not(evidence):
         return None
-    held = Counter[tuple[int, str]]()
+    held, is_seen_again = Counter[tuple[int, str]](), evidence.case.steps > 1
     for row in record.memory:
+        # What a first update lays out for the step after it, such as buckets in the order of
+        # arrival, is communication once it is sent, which a run of one step never sees.
+        if row.where == "update" and not is_seen_again:
+            continue
         if (row.moment, row.kind) == ("peak", KIND) and row.device != "file":
             held[row.step, row.where] += row.bytes
     for (step, phase), size in sorted(held.items()):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _lock = threading.Lock()
 _active: tuple[MemoryLedger, ...] = ()
+#: Those of each thread that entered one.
+_of_thread: dict[int, tuple[MemoryLedger, ...]] = {}
 _undo = ExitStack()
 
 
@@ -45,6 +47,7 @@ def add(ledger: MemoryLedger, fakes: bool) -> None:
             if hasattr(propagator, "_propagate_tensor_meta_non_cached"):
                 _replace(propagator, "_propagate_tensor_meta_non_cached", _unrecorded)
         _active = (*_active, ledger)
+        _of_thread[ledger.thread] = (*_of_thread.get(ledger.thread, ()), ledger)
 
 
 def remove(ledger: MemoryLedger) -> None:
@@ -52,20 +55,30 @@ def remove(ledger: MemoryLedger) -> None:
     global _active
     with _lock:
         _active = tuple(other for other in _active if other is not ledger)
+        left = tuple(o for o in _of_thread.pop(ledger.thread, ()) if o is not ledger)
+        if left:
+            _of_thread[ledger.thread] = left
         if not _active:
             _undo.close()
+
+
+def _concerned() -> tuple[MemoryLedger, ...]:
+    """The ledgers that can know what the calling thread has in hand."""
+    # A rank-thread holds no other rank's storages: to ask all N ledgers at each call of N ranks
+    # would cost N^2.  A thread that autograd or a system started has none, so all are asked.
+    return _of_thread.get(threading.get_ident(), _active)
 
 
 def communicated(tensors: Iterable[Tensor]) -> None:
     """A rank hands ``tensors`` to a process group: backends say so, from any thread."""
     handed = list(tensors) if _active else []
-    for ledger in _active:
+    for ledger in _concerned():
         ledger.touch(handed)
 
 
 def at_release(tensor: Tensor, tell: Callable[[], None]) -> bool:
     """Call ``tell`` when the storage of ``tensor`` is freed; whether a ledger knows it."""
-    known = [ledger.at_release(tensor, tell) for ledger in _active]
+    known = [ledger.at_release(tensor, tell) for ledger in _concerned()]
     return any(known)
 
 
@@ -81,20 +94,19 @@ def watch(module: nn.Module) -> None:
 
 
 def _computes(module: nn.Module, inputs: Any) -> None:
-    for ledger in _active:
+    for ledger in _concerned():
         ledger.in_use(module._parameters.values(), "parameters")
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for ledger in _active:
-        if ledger.thread == threading.get_ident():
-            ledger.saw_optimizer(optimizer)
+    for ledger in _of_thread.get(threading.get_ident(), ()):
+        ledger.saw_optimizer(optimizer)
 
 
 def _resize(original: Callable[..., Any]) -> Callable[..., Any]:
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         result = original(storage, size)
-        for ledger in _active:
+        for ledger in _concerned():
             ledger.resized(storage)
         return result
 
@@ -104,9 +116,8 @@ def _resize(original: Callable[..., Any]) -> Callable[..., Any]:
 def _unrecorded(original: Callable[..., Any]) -> Callable[..., Any]:
     def propagate(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as paused:
-            for ledger in _active:
-                if ledger.thread == threading.get_ident():
-                    paused.enter_context(ledger.paused())
+            for ledger in _of_thread.get(threading.get_ident(), ()):
+                paused.enter_context(ledger.paused())
             return original(*args, **kwargs)
 
     return propagate
