@@ -10,7 +10,7 @@ from pathlib import Path
 from tools import measures
 
 #: Lines of code: the core is the suite without its wings.
-MOST_CORE, MOST_IN_ALL = 37_760, 63_000
+MOST_CORE, MOST_IN_ALL = 37_850, 65_200
 MOST_LONG, MOST_WITH_MANY_PARAMETERS = 5, 6
 LEAST_COMMENTED, LEAST_DOCUMENTED = 0.04, 0.95
 
