@@ -28,9 +28,9 @@ from shardproof.costs import shapes
 from shardproof.costs.expression import Functions, Grammar, parse
 from shardproof.costs.schedules import FORMS
 from shardproof.costs.schedules import Setting as Window
-from shardproof.costs.shapes import BatchSize
+from shardproof.costs.shapes import BatchSize, activations
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
-from shardproof.estimate import activations, figures
+from shardproof.estimate import figures
 from shardproof.estimate.own import strategy_of
 from shardproof.scenarios.load import of_node, read_as
 from shardproof.scenarios.schema import Model, Scenario, Values

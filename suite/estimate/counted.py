@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardproof.costs.model_facts import ModelFacts
-from shardproof.estimate.activations import Unit
+from shardproof.costs.shapes.activations import Unit
 from shardproof.ledgers.program_order import nested_tensors
 
 #: Roles of layers whose output is split, and of the one whose input is.

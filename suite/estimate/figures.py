@@ -17,10 +17,9 @@ from shardproof.costs.model_facts import ModelFacts
 from shardproof.costs.offload import asked
 from shardproof.costs.schedules import FORMS
 from shardproof.costs.schedules import Setting as Window
-from shardproof.costs.shapes import BatchSize, Shape, accountings, facts_of, itemsize
+from shardproof.costs.shapes import BatchSize, Shape, accountings, activations, facts_of, itemsize
 from shardproof.costs.stages import schedule_name, stages_of
 from shardproof.errors import Problem, SelectionError, nearest
-from shardproof.estimate import activations
 from shardproof.table import Table
 
 #: Ranks times parameters up to which every rank is looked at.  Beyond it ranks at the ends of each

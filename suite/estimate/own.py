@@ -12,9 +12,9 @@ from shardproof.axes import dividing
 from shardproof.contract import Refused, Role
 from shardproof.costs import shapes
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, heads_of, shape_key
-from shardproof.costs.shapes import BatchSize
+from shardproof.costs.shapes import BatchSize, activations
 from shardproof.errors import Problem, SelectionError, nearest
-from shardproof.estimate import activations, figures
+from shardproof.estimate import figures
 from shardproof.estimate.figures import Estimate
 from shardproof.registry.declaration import BrokenContract, Declaration
 

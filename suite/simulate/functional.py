@@ -67,7 +67,8 @@ def call(func: Any, args: Sequence[Any], result: Any) -> None:
     if space != "_c10d_functional":
         return
     if name == "wait_tensor":
-        return waited(args[0])
+        waited(args[0])
+        return
     if name not in _CALLS:
         raise NotImplementedError(f"{func} cannot be simulated: its call is not known")
     *given, group = args

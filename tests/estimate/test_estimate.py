@@ -17,14 +17,15 @@ from torch import nn
 
 from shardproof import estimate, registry, strategies, workloads
 from shardproof.cases.runner import run_cases
+from shardproof.costs import shapes
 from shardproof.costs.accounting import accounting_of
 from shardproof.costs.model import JUDGED
 from shardproof.costs.model_facts import ModelFacts
+from shardproof.costs.shapes import BatchSize, Shape, activations
 from shardproof.errors import SelectionError
-from shardproof.estimate import activations, figures, own, shapes
+from shardproof.estimate import figures, own
 from shardproof.estimate.command import memory_of
 from shardproof.estimate.counted import Forward
-from shardproof.estimate.shapes import Batch, Shape
 from shardproof.workloads.gpt import Block
 from shardproof.workloads.layers import Span
 
@@ -100,7 +101,7 @@ def test_the_formula_of_a_layer_is_what_autograd_keeps(heads: int, seq: int) -> 
     kept = sum(unit.kept for unit in units) + sum(ends)
     shape = Shape("block", layers=1, hidden=64, heads=heads, seq=seq, attention="math")
     # The input is the layer's before; means of norms and the mask of the future are small.
-    formula = activations.of_layer(shape, Batch(3), activations.Setting(item=4))
+    formula = activations.of_layer(shape, BatchSize(3), activations.Setting(item=4))
     assert formula == pytest.approx(kept + given.nbytes, rel=0.05)
 
 
@@ -112,7 +113,7 @@ def test_published_shapes_have_the_published_number_of_parameters() -> None:
 
 @pytest.mark.parametrize("name", [n for n in shapes.accountings() if n != "P4"])
 def test_accountings_are_those_of_the_check(name: str) -> None:
-    facts = shapes.facts_of(shapes.model("7b"), {"shard": 1}, {}, name, Batch())
+    facts = shapes.facts_of(shapes.model("7b"), {"shard": 1}, {}, name, BatchSize())
     assert accounting_of(facts).id == name
 
 
@@ -122,7 +123,7 @@ def test_what_is_estimated_is_what_the_cost_model_says(strategy: str, ranks: int
     """The ranks that are looked at hold as much as any other."""
     shape = shapes.model("gpt2")
     found = figures.of_shape(shape, strategy, {"shard": ranks}, "A32")
-    facts = shapes.facts_of(shape, {"shard": ranks}, {}, "A32", Batch())
+    facts = shapes.facts_of(shape, {"shard": ranks}, {}, "A32", BatchSize())
     cost_model = figures.cost_model_class(strategy)(facts)
     assert found.state == cost_model.total()
     assert found.sent == float(cost_model.payload() / ranks)
