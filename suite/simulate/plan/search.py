@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from shardproof.contract import OptimizerSpec, Refused
 from shardproof.costs import shapes
-from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.shapes import BatchSize
 from shardproof.simulate.machines import Machine
 from shardproof.simulate.plan import folded
@@ -194,20 +193,5 @@ def source(job: Job, plan: Candidate) -> ShapeSource:
 def simulated(
     job: Job, plan: Candidate, began: Callable[[str], None], is_whole: bool = False
 ) -> list[folded.Peak]:
-    """The peaks of the ranks of ``plan`` that hold most."""
-    return folded.peaks(source(job, plan), plan.chunks, enough(plan), began, is_whole)
-
-
-def enough(plan: Candidate) -> int:
-    """Micro-batches that fill a rank: as many as are in flight, and one more.
-
-    The second micro-batch of a rank without stages adds to gradients that the first one made.
-    """
-    ranks = plan.parts("layers")
-    if ranks == 1:
-        return 2
-    form = FORMS.get(plan.schedule)
-    held = form.held(Setting(ranks, 10**6, plan.chunks), 0) if form else None
-    flying = -(-held // plan.chunks) if held else 2 * ranks
-    # A schedule with several stages a rank may take multiples of the ranks only.
-    return flying + 1 if plan.chunks == 1 else -(-(flying + 1) // ranks) * ranks
+    """The peaks of the ranks of ``plan`` that hold most, or bounds of them from above."""
+    return folded.peaks(source(job, plan), plan.schedule, plan.chunks, began, is_whole)
