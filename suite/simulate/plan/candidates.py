@@ -172,6 +172,7 @@ def _of_batches(job: Job, plan: Candidate, fits: _Fits, rejected: Rejected) -> I
 def meshes(job: Job, along: Sequence[str]) -> Iterator[dict[str, int]]:
     """All meshes of so many ``along`` axes: what other axes leave lies on the last data axis."""
     limits = {a: job.node if n == _NODE else n for a, n in combined()["most"].items()}
+    limits |= {a: 1 for a, n in combined()["long"].items() if job.positions < n}
     data = list(axes.sharing(along))
     others = [axis for axis in along if axis not in data]
     layers = axes.cutting("layers")
@@ -204,6 +205,9 @@ def _options(
     for axis, needed in file["along"].items():
         if mesh.get(axis, 1) > 1:
             choices |= needed
+    if axes.size(mesh, axes.sharing(mesh)) == 1 and "data" in choices:
+        # With one data rank all strategies of the data axes are the same.
+        choices["data"] = [choices["data"]][:1] if isinstance(choices["data"], str) else choices["data"][:1]
     names = [*choices, "recompute_every", "offload"]
     lists = [v if isinstance(v, list) else [v] for v in choices.values()]
     for values in itertools.product(*lists, file["recompute"], file["offload"]):
@@ -264,14 +268,14 @@ class _Fits:
             return f"the model has fewer layers than stages ({found.schedule})"
         if not found.schedule or not found.micro_batches:
             return ""
-        key = f"{found.schedule} {found.parts('layers')} {found.micro_batches}"
+        ranks = found.parts("layers")
+        # As many as fill the pipeline, and the same remainder: an order of each is long.
+        count = min(found.micro_batches, ranks + found.micro_batches % ranks)
+        key = f"{found.schedule} {ranks} {count}"
         if key not in self._refusals:
             system: Any = system_of(found.implementation)
-            few = min(found.micro_batches, 4 * found.parts("layers"))
-            # As many as fill the pipeline, and the same remainder: an order of each is long.
-            count = few - (few - found.micro_batches) % found.parts("layers")
             try:
-                system.schedule(found.options, found.parts("layers"), max(1, count))
+                system.schedule(found.options, ranks, count)
                 self._refusals[key] = ""
             except Refused:
                 says = f"{found.schedule} takes other numbers of micro-batches"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -110,14 +109,10 @@ def plan(
     )
     from shardproof.simulate.plan.search import search
 
-    since = time.monotonic()
-
-    def began(what: str) -> None:
-        if not is_json():
-            echo(f"{what}, {time.monotonic() - since:.0f} s", err=True)
-
-    found = search(job, limit, on, show, began, exact)
     console = make_console()
+    bar = _progress(show)
+    with bar:
+        found = search(job, limit, on, show, bar.update, exact)
     for table in _tables(found, on, rejected):
         console.print(table)
     if found.plans:
@@ -126,6 +121,21 @@ def plan(
         echo("no plan fits: add GPUs or memory, or see --rejected", err=True)
     if not found.plans:
         raise typer.Exit(1)
+
+
+def _progress(show: int) -> Any:
+    """Progress over the plans that are to be found."""
+    from shardproof.commands.console import ProgressBar
+
+    class Plans(ProgressBar):
+        def _columns(self, progress: Any) -> list[Any]:
+            counted = progress.TextColumn("{task.fields[left]}")
+            return [progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), counted]
+
+        def update(self, done: int, what: str) -> None:
+            self._move(done, " plans", what, what)
+
+    return Plans(make_console(), "planning", show, "plans", visible=not is_json())
 
 
 def _asked(

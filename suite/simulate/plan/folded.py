@@ -228,10 +228,13 @@ class Folded:
     def few(self, stages: int) -> int:
         """Micro-batches that fill ``stages``, and one more, which finds gradients that are there.
 
-        No more than there are.
+        Without stages the last one has nothing to gather for the next, so one lies between.  No
+        more than there are.
         """
         flying = -(-self.held(stages, 0) // self.chunks)
-        count = accepted(self.source, stages, flying + 1) if stages > 1 else flying + 1
+        # A schedule that goes there and back is full with 2 P - 1 (Qi et al., 2401.10241, section 6).
+        least = 2 * stages if self.schedule in V_SHAPED else flying + 1
+        count = accepted(self.source, stages, least) if stages > 1 else 3
         return min(count, self.source.work.micro_batches)
 
     def traced(self, stages: int, of_stage: int, micro_batches: int) -> list[Trace]:

@@ -254,9 +254,12 @@ class Formulas:
         told = form.makespan(window) if form else None
         if told is not None:
             return float(told)
-        # Played with equal times, of as many micro-batches as fill it: each further one adds work.
-        few = min(plan.micro_batches, 4 * ranks)
-        few -= (few - plan.micro_batches) % ranks if few > ranks else 0
+        # With equal times there may be a closed form; else it is played.
+        told = form.makespan(Setting(ranks, plan.micro_batches, plan.chunks)) if form else None
+        if told is not None:
+            return float(told) / 3 * (forward + backward)
+        # As many micro-batches as fill it: each further one adds work.
+        few = min(plan.micro_batches, 2 * ranks + plan.micro_batches % ranks)
         return self.played(plan.implementation, plan.schedule, ranks, few) * (forward + backward)
 
     @staticmethod

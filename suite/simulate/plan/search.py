@@ -14,21 +14,24 @@ from shardproof.costs import shapes
 from shardproof.costs.shapes import BatchSize
 from shardproof.simulate.machines import Machine
 from shardproof.simulate.plan import folded
-from shardproof.simulate.plan.candidates import Candidate, Job, Rejected, candidates
+from shardproof.simulate.plan.candidates import Candidate, Job, Rejected, candidates, combined
 from shardproof.simulate.plan.formulas import Estimated, Formulas
 from shardproof.simulate.sources import ShapeSource
 
 #: Values of tensors steer the program.
 _UNABLE = (DataDependentOutputException, DynamicOutputShapeException)
 #: Candidates that are simulated for each that is to fit, at most.
-_TRIES = 3
+_TRIES = 2
 #: Simulations of one system and mesh that do not fit before another one is tried.
-_VARIANTS = 3
+_VARIANTS = 2
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A candidate with its estimate; ``peaks``: of its simulated ranks, empty without them."""
+    """A candidate with its estimate; ``peaks``: of its simulated ranks, empty without them.
+
+    A peak is what a rank holds, or a bound from above by laws that the simulations follow.
+    """
 
     candidate: Candidate
     estimated: Estimated
@@ -36,7 +39,7 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Most bytes of a simulated rank.
+        """Most bytes of a simulated rank, or a bound from above.
 
         :raises ValueError: none was simulated.
         """
@@ -69,12 +72,15 @@ def search(
     memory: int,
     machine: Machine,
     show: int,
-    began: Callable[[str], None] = lambda what: None,
+    began: Callable[[int, str], None] = lambda done, what: None,
     is_whole: bool = False,
 ) -> Found:
-    """The ``show`` fastest plans that fit in ``memory`` bytes, of all systems and meshes."""
+    """The ``show`` fastest plans that fit in ``memory`` bytes, of all systems and meshes.
+
+    ``began`` hears how many were found, and what begins.
+    """
     found, formulas = Found(job, memory), Formulas(job, machine)
-    began("combining strategies, meshes and options")
+    began(0, "combining strategies, meshes and options")
     plans = [Plan(one, formulas.estimated(one)) for one in candidates(job, found.rejected)]
     found.looked_at = len(plans) + len(found.rejected)
     plans.sort(key=lambda plan: plan.estimated.seconds)
@@ -96,7 +102,7 @@ class _Simulating:
         found: Found,
         machine: Machine,
         show: int,
-        began: Callable[[str], None],
+        began: Callable[[int, str], None],
         is_whole: bool,
     ) -> None:
         self.found, self.show, self.began, self.is_whole = found, show, began, is_whole
@@ -112,7 +118,7 @@ class _Simulating:
         found = self.found
         for plan in plans:
             one = plan.candidate
-            if reason := self._cannot.get(_kind(one)):
+            if reason := _only_estimated(one) or self._cannot.get(_kind(one)):
                 found.estimated.append(plan)
                 found.rejected.add(reason, one, f"{plan.estimated.bytes / 1e9:,.1f} GB estimated")
             elif one.group in self._done:
@@ -129,10 +135,9 @@ class _Simulating:
 
     def _simulate(self, plan: Plan) -> None:
         one, found = plan.candidate, self.found
-        fitting = f"{len(found.plans)} of {self.show} found"
 
         def began(what: str) -> None:
-            self.began(f"{one.shown()}: {what}, {fitting}")
+            self.began(len(found.plans), f"{one.shown()}: {what}")
 
         try:
             with warnings.catch_warnings():
@@ -163,7 +168,14 @@ class _Simulating:
         else:
             self._tries[one.group] = self._tries.get(one.group, 0) + 1
             size = f"{plan.bytes / 1e9:,.1f} GB, estimated {plan.estimated.bytes / 1e9:,.1f}"
-            found.rejected.add("simulated, and a rank needs more memory", one, size)
+            found.rejected.add("simulated, and a rank needs more memory, or its bound is above", one, size)
+
+
+def _only_estimated(plan: Candidate) -> str:
+    """Why no simulation of ``plan`` is tried; empty: it is."""
+    reasons: Mapping[str, str] = combined()["estimated"]
+    along = (reasons[axis] for axis, size in plan.mesh.items() if size > 1 and axis in reasons)
+    return next((f"only estimated: {reason}" for reason in along), "")
 
 
 def _kind(plan: Candidate) -> tuple[object, ...]:
