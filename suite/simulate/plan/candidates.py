@@ -59,6 +59,11 @@ class Candidate:
         return axes.parts(self.mesh, what)
 
     @property
+    def experts(self) -> int:
+        """Data ranks that divide the experts of a mixture."""
+        return int(self.options.get("experts", {}).get("ranks", 1))
+
+    @property
     def recompute(self) -> int:
         """Layers of a group that is computed again."""
         return int(self.options.get("recompute_every", 0))
@@ -98,6 +103,7 @@ class Candidate:
         """Its options in words, those of the mesh left out."""
         words = [str(v) for k, v in self.options.items() if k in ("data", "sharding_strategy")]
         words += [self.schedule] * bool(self.schedule)
+        words += [f"experts {self.experts}"] * (self.experts > 1)
         words += ["recompute"] * bool(self.recompute)
         words += [f"offload {to}" for to in [self.options.get("offload")] if to]
         return " ".join([*words, f"batch {self.samples} x {self.micro_batches}"])
@@ -146,8 +152,27 @@ def candidates(job: Job, rejected: Rejected) -> Iterator[Candidate]:
     for system in combined()["systems"]:
         name = system["implementation"]
         for mesh in meshes(job, system["axes"]):
-            for options in _options(system, mesh, precision):
-                yield from _of_batches(job, Candidate(name, mesh, options, 1, 1), fits, rejected)
+            for more in _experts(job, system, mesh):
+                for options in _options(system, mesh, {**precision}, more):
+                    one = Candidate(name, mesh, options, 1, 1)
+                    yield from _of_batches(job, one, fits, rejected)
+
+
+def _experts(
+    job: Job, system: Mapping[str, Any], mesh: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    """Options that divide experts over data ranks, if ``system`` does that; else no options."""
+    if "experts" not in system:
+        yield {}
+        return
+    if job.shape.mixture is None:
+        return
+    most = math.gcd(job.shape.mixture.experts, axes.size(mesh, axes.sharing(mesh)))
+    least = max(2, math.gcd(most, job.node))
+    for ranks in (n for n in _divisors(most, most) if n % least == 0):
+        for data in system["experts"]:
+            # A router needs all positions of a sample.
+            yield {"experts": {"ranks": ranks, "data": data}, **combined()["with_experts"]}
 
 
 def _of_batches(job: Job, plan: Candidate, fits: _Fits, rejected: Rejected) -> Iterator[Candidate]:
@@ -198,16 +223,24 @@ def _divisors(number: int, most: int) -> tuple[int, ...]:
 
 
 def _options(
-    system: Mapping[str, Any], mesh: Mapping[str, int], precision: Mapping[str, str]
+    system: Mapping[str, Any],
+    mesh: Mapping[str, int],
+    precision: Mapping[str, str],
+    more: Mapping[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """The options of ``system`` on ``mesh``: each combination of what the file lists."""
+    """The options of ``system`` on ``mesh``: each combination of what the file lists, and ``more``.
+
+    An option of the file that ``more`` names as ``None`` is left out.
+    """
     file, choices = combined(), dict(system.get("options", {}))
     for axis, needed in file["along"].items():
         if mesh.get(axis, 1) > 1:
             choices |= needed
     if axes.size(mesh, axes.sharing(mesh)) == 1 and "data" in choices:
         # With one data rank all strategies of the data axes are the same.
-        choices["data"] = [choices["data"]][:1] if isinstance(choices["data"], str) else choices["data"][:1]
+        choices["data"] = (
+            [choices["data"]][:1] if isinstance(choices["data"], str) else choices["data"][:1]
+        )
     names = [*choices, "recompute_every", "offload"]
     lists = [v if isinstance(v, list) else [v] for v in choices.values()]
     for values in itertools.product(*lists, file["recompute"], file["offload"]):
@@ -216,7 +249,8 @@ def _options(
             del options["recompute_every"]
         if options["offload"] == file["offload"][0]:
             del options["offload"]
-        yield {**options, **({"precision": dict(precision)} if precision else {})}
+        options |= {**more, **({"precision": dict(precision)} if precision else {})}
+        yield {key: value for key, value in options.items() if value is not None}
 
 
 class _Fits:

@@ -3,7 +3,7 @@
 Layers.  The code runs with 1, 2 and 3 layers a stage.  A step is a row of *runs*, each of one phase
 (the forward of some micro-batches, a backward, the update); a layer more makes a run longer.  A
 moment inside of a run lies between its begin and its end: some layers are done, and the others are
-not.  So what a layer adds to it is between what it adds to the begin and to the end, or to the peak:
+not.  So what a layer adds to it is between what it adds to the begin and the end, or to the peak:
 
     bytes with L layers  <=  peak of the run with n  +  (L - n) x the largest of the three
 
@@ -12,9 +12,9 @@ is its peak, and a bound from above elsewhere.  Begin and end must grow by the s
 first of three numbers of layers to the second as from there to the third, and the peak by no more
 than they or it did before.  Else larger numbers are tried, and at last the law is refused.
 
-Stages.  A rank of P stages runs the program of a rank of 2 stages with more micro-batches in flight.
-Each of them holds the same bytes from its forward to its backward, so no moment needs more than the
-same moment of 2 stages and, for each further micro-batch in flight, what 3 stages add to it:
+Stages.  A rank of P stages runs the program of a rank of 2 stages with more micro-batches in
+flight.  Each of them holds the same bytes from its forward to its backward, so no moment needs more
+than the same moment of 2 stages and, for each further one in flight, what 3 stages add to it:
 
     bytes with P stages  <=  bytes with 2  +  (held(P) - held(2)) x what one in flight adds
 
@@ -232,7 +232,7 @@ class Folded:
         more than there are.
         """
         flying = -(-self.held(stages, 0) // self.chunks)
-        # A schedule that goes there and back is full with 2 P - 1 (Qi et al., 2401.10241, section 6).
+        # One that goes there and back is full with 2 P - 1 (Qi et al., 2401.10241, section 6).
         least = 2 * stages if self.schedule in V_SHAPED else flying + 1
         count = accepted(self.source, stages, least) if stages > 1 else 3
         return min(count, self.source.work.micro_batches)
@@ -269,8 +269,7 @@ class Folded:
 
     def _peaks(self, sizes: Sequence[int], layers: int, is_exact: bool) -> list[Peak]:
         return [
-            Peak(rank, size, layers, is_exact)
-            for rank, size in zip(self.ranks, sizes, strict=True)
+            Peak(rank, size, layers, is_exact) for rank, size in zip(self.ranks, sizes, strict=True)
         ]
 
     def bounded(self) -> list[Peak]:

@@ -15,7 +15,7 @@ Bubble     the closed form of the schedule (``costs/schedules``), or its order p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -24,7 +24,7 @@ from shardproof import axes, schedules
 from shardproof.costs import shapes
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.costs.schedules import FORMS, Setting
-from shardproof.costs.shapes import BatchSize, activations
+from shardproof.costs.shapes import BatchSize, Shape, activations
 from shardproof.simulate.machines import Machine
 from shardproof.simulate.plan.candidates import Candidate, Job, is_promised, strategy_of, system_of
 from shardproof.simulate.plan.probe import Coefficients, coefficients
@@ -33,6 +33,8 @@ from shardproof.simulate.seconds import call_seconds, message_seconds
 #: Times that a byte which backward needs moves in operators that are no products: written and read
 #: in forward, read in backward, and its gradient written and read.
 _MOVED = 5
+#: The part of a name that all experts of a layer share.
+_EXPERTS = "experts"
 #: Bytes of state that an update reads and writes, over those that it holds.
 _UPDATED = 2
 
@@ -68,11 +70,13 @@ class Formulas:
     def elements(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
         """Elements of a layer, of what lies before the layers, and behind them: those that ranks
         of the axis for widths divide, and those that each of them has.
+
+        The layer is the last one, since the first ones of a mixture may be dense.  Without experts.
         """
-        found = [[0, 0], [0, 0], [0, 0]]
+        found, last = [[0, 0], [0, 0], [0, 0]], str(self.job.shape.layers - 1)
         for tensor in shapes.tensors(self.job.shape, ""):
             name = tensor.name.split(".")
-            if name[0] == "blocks" and name[1] != "0":
+            if name[0] == "blocks" and (name[1] != last or _EXPERTS in name):
                 continue
             place = {"blocks": 0, "embed": 1}.get(name[0], 2)
             found[place][len(tensor.shape) < 2] += tensor.numel
@@ -81,8 +85,30 @@ class Formulas:
         layer, first, last = (tuple(pair) for pair in found)
         return layer, first, last  # type: ignore[return-value]
 
+    @cached_property
+    def expert_elements(self) -> int:
+        """Elements of all experts of a layer, those that take every token left out."""
+        mixture = self.job.shape.mixture
+        gates = 3 if self.job.shape.mlp == "swiglu" else 2
+        return gates * self.job.shape.hidden * mixture.ffn * mixture.experts if mixture else 0
+
+    @cached_property
+    def active(self) -> tuple[Shape, float]:
+        """The shape whose MLP is as wide as what a token goes through, and elements that it uses
+        of a layer which ranks of the axis for widths divide.
+        """
+        shape, mixture = self.job.shape, self.job.shape.mixture
+        if mixture is None:
+            return shape, self.elements[0][0]
+        used = self.expert_elements * mixture.top_k / mixture.experts
+        width = mixture.ffn * (mixture.top_k + mixture.shared)
+        return replace(shape, ffn=width), self.elements[0][0] + used
+
     def stage(self, plan: Candidate, is_last: bool) -> tuple[int, float]:
-        """Layers and elements of the first or the last rank of the stages."""
+        """Layers and elements of the first or the last rank of the stages.
+
+        Experts that data ranks divide are not counted: :meth:`divided` does.
+        """
         stages, t = plan.parts("layers") * plan.chunks, plan.parts("widths")
         least, extra = divmod(self.job.shape.layers, stages)
         own = range(plan.parts("layers"))[-1 if is_last else 0 :: plan.parts("layers")]
@@ -90,12 +116,18 @@ class Formulas:
             least + (own[0] + n * plan.parts("layers") < extra) for n in range(plan.chunks)
         )
         layer, first, last = ((a / t + b) for a, b in self.elements)
+        layer += self.expert_elements / t if plan.experts == 1 else 0
         if plan.parts("layers") == 1:
             # A tied weight is there once.
             ends = first + last - self.elements[1][0] / t * self.job.shape.tied
         else:
             ends = last if is_last else first
         return layers, layers * layer + ends
+
+    def divided(self, plan: Candidate, layers: int) -> float:
+        """Elements of experts on a rank, if data ranks divide them."""
+        share = plan.experts * plan.parts("widths")
+        return layers * self.expert_elements / share if plan.experts > 1 else 0.0
 
     def _coefficients(self, key: tuple[Any, ...]) -> Coefficients:
         implementation, along, names, values = key
@@ -120,6 +152,8 @@ class Formulas:
         for is_last in {False, plan.parts("layers") > 1}:
             layers, elements = self.stage(plan, is_last)
             state = elements * (found.whole + found.divided / shards)
+            # Ranks that hold the same experts hold copies of them.
+            state += self.divided(plan, layers) * (found.whole + found.divided)
             if plan.options.get("offload"):
                 # Masters and moments rest in host memory; values and gradients do not.
                 state -= elements * self._updated / shards
@@ -140,7 +174,7 @@ class Formulas:
     def _activations(self, plan: Candidate, layers: int, is_last: bool) -> float:
         shape, stages = self.job.shape, plan.parts("layers")
         work, how = BatchSize(plan.samples, self.job.positions), self._setting(plan)
-        layer = activations.of_layer(shape, work, how)
+        layer = self._kept(plan)
         token = how.tokens(shape, work) * shape.hidden * self.item
         unit = activations.Unit(layer, token / (how.tensor if how.sequence_parallel else 1))
         ends = activations.of_ends(shape, work, how)
@@ -153,6 +187,17 @@ class Formulas:
         of_chunk = activations.of_units(0, [unit] * -(-layers // plan.chunks), 0, again)
         flying = (held or plan.micro_batches) * of_chunk.by_forward
         return flying + of_chunk.peak - of_chunk.by_forward + (ends[1] if is_last else ends[0])
+
+    def _kept(self, plan: Candidate) -> float:
+        """Bytes that a layer keeps for backward."""
+        shape, how = self.active[0], self._setting(plan)
+        work = BatchSize(plan.samples, self.job.positions)
+        found = activations.of_layer(shape, work, how)
+        if shape.mixture:
+            # A row for each choice of a token: what its expert is given, and what it returns.
+            rows = how.tokens(shape, work) * shape.mixture.top_k
+            found += 2 * rows * shape.hidden * self.item
+        return found
 
     def _setting(self, plan: Candidate) -> activations.Setting:
         return activations.Setting(
@@ -195,11 +240,10 @@ class Formulas:
         shape, t = self.job.shape, plan.parts("widths")
         work, how = BatchSize(plan.samples, self.job.positions), self._setting(plan)
         tokens = how.tokens(shape, work)
-        products = 2 * tokens * self.elements[0][0] / t
+        products = 2 * tokens * self.active[1] / t
         # Of the square of positions a causal mask leaves half; two products for each pair.
         scores = 2 * tokens * self.job.positions * shape.hidden / t
-        kept = activations.of_layer(shape, work, how)
-        machine = self.machine
+        kept, machine = self._kept(plan), self.machine
         rest = _MOVED * kept / (machine.bandwidth_share * machine.bandwidth)
         one = machine.seconds(products, 0, self.dtype)
         one += machine.seconds(scores, 0, self.dtype, is_attention=True)
@@ -208,13 +252,25 @@ class Formulas:
         keys = 2 * tokens * (shape.hidden // shape.heads) * shape.kv * self.item / t
         cut = plan.parts("positions")
         passed = (cut - 1) * self._step(plan, keys) if cut > 1 else 0.0
+        travels = self._exchanged(plan, tokens)
+        passed += travels
         forward = one + rest * 2 / _MOVED + summed + passed
-        # Gradients of keys and values travel with them.
-        backward = 2 * one + rest * 3 / _MOVED + summed + 2 * passed
-        calls = 2 * summed + 3 * passed
+        # Gradients of keys and values travel with them; those of rows take their place.
+        again = 2 * passed - travels
+        backward = 2 * one + rest * 3 / _MOVED + summed + again
+        calls = 2 * summed + passed + again
         if plan.recompute:
             backward, calls = backward + forward, calls + summed + passed
         return forward, backward, calls
+
+    def _exchanged(self, plan: Candidate, tokens: int) -> float:
+        """Seconds in which rows go to their experts, and results come back."""
+        mixture = self.job.shape.mixture
+        if mixture is None or plan.experts == 1:
+            return 0.0
+        size = float(tokens * mixture.top_k * self.job.shape.hidden * self.item)
+        stride = plan.parts("widths") * plan.parts("positions")
+        return 2 * self.call(("all_to_all", size, (stride, plan.experts)))
 
     def _head(self, plan: Candidate) -> float:
         shape, how = self.job.shape, self._setting(plan)

@@ -79,11 +79,10 @@ def search(
 
     ``began`` hears how many were found, and what begins.
     """
-    found, formulas = Found(job, memory), Formulas(job, machine)
+    found = Found(job, memory)
     began(0, "combining strategies, meshes and options")
-    plans = [Plan(one, formulas.estimated(one)) for one in candidates(job, found.rejected)]
+    plans = ranked(job, machine, found.rejected)
     found.looked_at = len(plans) + len(found.rejected)
-    plans.sort(key=lambda plan: plan.estimated.seconds)
     large = [plan for plan in plans if plan.estimated.bytes > memory]
     for plan in large:
         size = f"{plan.estimated.bytes / 1e9:,.1f} GB"
@@ -92,6 +91,19 @@ def search(
         [plan for plan in plans if plan.estimated.bytes <= memory]
     )
     return found
+
+
+def ranked(job: Job, machine: Machine, rejected: Rejected) -> list[Plan]:
+    """All candidates with their estimates, the fastest first; those that cannot be are noted."""
+    formulas = Formulas(job, machine)
+    plans = [Plan(one, formulas.estimated(one)) for one in candidates(job, rejected)]
+    return sorted(plans, key=lambda plan: plan.estimated.seconds)
+
+
+def places(plans: Sequence[Plan], memory: int) -> list[Plan]:
+    """The fastest plan of each system and mesh whose estimate fits in ``memory`` bytes."""
+    fitting = [plan for plan in plans if plan.estimated.bytes <= memory]
+    return [*{plan.candidate.group: plan for plan in reversed(fitting)}.values()][::-1]
 
 
 class _Simulating:
@@ -110,6 +122,8 @@ class _Simulating:
         self._done = set[tuple[object, ...]]()
         #: Kind of plan -> why it cannot be simulated.
         self._cannot: dict[tuple[object, ...], str] = {}
+        #: Options -> why the implementation refuses them.
+        self._refused: dict[tuple[str, ...], str] = {}
         #: Settings of recomputation -> how many times its estimate the last simulation needed.
         self._ratio: dict[object, float] = {}
 
@@ -121,6 +135,8 @@ class _Simulating:
             if reason := _only_estimated(one) or self._cannot.get(_kind(one)):
                 found.estimated.append(plan)
                 found.rejected.add(reason, one, f"{plan.estimated.bytes / 1e9:,.1f} GB estimated")
+            elif reason := self._refused.get(_options(one), ""):
+                found.rejected.add(reason, one)
             elif one.group in self._done:
                 found.rejected.add("a faster plan of the same system and mesh fits", one)
             elif len(found.plans) == self.show or found.simulated >= _TRIES * self.show:
@@ -145,7 +161,9 @@ class _Simulating:
                 warnings.simplefilter("ignore")
                 peaks = simulated(found.job, one, began, self.is_whole)
         except Refused as error:
-            found.rejected.add(f"{one.implementation} refuses: {error}", one)
+            # Before any layer runs, and of all such candidates.
+            self._refused[_options(one)] = reason = f"{one.implementation} refuses: {error}"
+            found.rejected.add(reason, one)
             return
         except folded.DoesNotFold as error:
             self._tries[one.group] = self._tries.get(one.group, 0) + 1
@@ -168,7 +186,9 @@ class _Simulating:
         else:
             self._tries[one.group] = self._tries.get(one.group, 0) + 1
             size = f"{plan.bytes / 1e9:,.1f} GB, estimated {plan.estimated.bytes / 1e9:,.1f}"
-            found.rejected.add("simulated, and a rank needs more memory, or its bound is above", one, size)
+            found.rejected.add(
+                "simulated, and a rank needs more memory, or its bound is above", one, size
+            )
 
 
 def _only_estimated(plan: Candidate) -> str:
@@ -176,6 +196,10 @@ def _only_estimated(plan: Candidate) -> str:
     reasons: Mapping[str, str] = combined()["estimated"]
     along = (reasons[axis] for axis, size in plan.mesh.items() if size > 1 and axis in reasons)
     return next((f"only estimated: {reason}" for reason in along), "")
+
+
+def _options(plan: Candidate) -> tuple[str, ...]:
+    return plan.implementation, plan.schedule, *plan.options
 
 
 def _kind(plan: Candidate) -> tuple[object, ...]:
