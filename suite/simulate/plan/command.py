@@ -133,7 +133,7 @@ def _progress(show: int) -> Any:
             return [progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), counted]
 
         def update(self, done: int, what: str) -> None:
-            self._move(done, " plans", what, what)
+            self._move(done, " plans", left=what)
 
     return Plans(make_console(), "planning", show, "plans", visible=not is_json())
 

@@ -14,7 +14,7 @@ Bubble     the closed form of the schedule (``costs/schedules``), or its order p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property, lru_cache
@@ -25,6 +25,7 @@ from shardproof.costs import shapes
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.shapes import BatchSize, Shape, activations
+from shardproof.costs.stages import V_SHAPED
 from shardproof.simulate.machines import Machine
 from shardproof.simulate.plan.candidates import Candidate, Job, is_promised, strategy_of, system_of
 from shardproof.simulate.plan.probe import Coefficients, coefficients
@@ -33,6 +34,11 @@ from shardproof.simulate.seconds import call_seconds, message_seconds
 #: Times that a byte which backward needs moves in operators that are no products: written and read
 #: in forward, read in backward, and its gradient written and read.
 _MOVED = 5
+_FP32 = 4
+#: Bytes of a logit when its loss goes backward: it, its copy in fp32, their softmax and gradients.
+_OF_LOGIT = 20
+#: What a norm keeps in fp32 and as a copy, in rows of its input, if it computes in fp32.
+_WIDE = 3
 #: The part of a name that all experts of a layer share.
 _EXPERTS = "experts"
 #: Bytes of state that an update reads and writes, over those that it holds.
@@ -57,7 +63,8 @@ class Formulas:
     """The formulas for one job on one machine."""
 
     def __init__(self, job: Job, machine: Machine) -> None:
-        self.job, self.machine = job, machine
+        # Masks of dropout are not simulated either.
+        self.job, self.machine = replace(job, shape=replace(job.shape, dropout=False)), machine
         about: Mapping[str, Any] = shapes.accountings()[job.accounting]
         self.dtype = str(about.get("parameters", about["built"]))
         self.item = ITEMSIZE[self.dtype]
@@ -115,14 +122,19 @@ class Formulas:
         layers = sum(
             least + (own[0] + n * plan.parts("layers") < extra) for n in range(plan.chunks)
         )
-        layer, first, last = ((a / t + b) for a, b in self.elements)
+        layer = self.elements[0][0] / t + self.elements[0][1]
         layer += self.expert_elements / t if plan.experts == 1 else 0
-        if plan.parts("layers") == 1:
-            # A tied weight is there once.
-            ends = first + last - self.elements[1][0] / t * self.job.shape.tied
-        else:
-            ends = last if is_last else first
-        return layers, layers * layer + ends
+        return layers, layers * layer + self._ends(plan, is_last)
+
+    def _ends(self, plan: Candidate, is_last: bool) -> float:
+        """Elements of what lies before or behind the layers of a rank."""
+        t = plan.parts("widths")
+        first, last = ((a / t + b) for a, b in self.elements[1:])
+        if plan.parts("layers") > 1:
+            # A schedule that goes there and back has both ends on the first rank.
+            return last if is_last else first + last * (plan.schedule in V_SHAPED)
+        # A tied weight is there once.
+        return first + last - self.elements[1][0] / t * self.job.shape.tied
 
     def divided(self, plan: Candidate, layers: int) -> float:
         """Elements of experts on a rank, if data ranks divide them."""
@@ -160,7 +172,9 @@ class Formulas:
             if found.gathers == "all":
                 state += elements * self.item
             elif found.gathers:
-                state += 2 * elements * self.item / max(1, layers)
+                # The ends of the model are a unit that stays, with its gradient; of the layers two.
+                one = elements - self._ends(plan, is_last)
+                state += 2 * self.item * (one / max(1, layers) + self._ends(plan, is_last))
             most = max(most, state + self._activations(plan, layers, is_last))
         return most
 
@@ -177,7 +191,10 @@ class Formulas:
         layer = self._kept(plan)
         token = how.tokens(shape, work) * shape.hidden * self.item
         unit = activations.Unit(layer, token / (how.tensor if how.sequence_parallel else 1))
-        ends = activations.of_ends(shape, work, how)
+        ends = [*activations.of_ends(shape, work, how)]
+        # The formula counts the logits once.
+        logits = how.tokens(shape, work) * shape.vocab / how.tensor
+        ends[1] += (_OF_LOGIT - max(_FP32, self.item)) * logits
         again = plan.recompute or activations.NONE
         if stages == 1:
             return activations.of_units(ends[0], [unit] * layers, ends[1], again).peak
@@ -186,16 +203,30 @@ class Formulas:
         held = form.held(window, stages - 1 if is_last else 0) if form else None
         of_chunk = activations.of_units(0, [unit] * -(-layers // plan.chunks), 0, again)
         flying = (held or plan.micro_batches) * of_chunk.by_forward
-        return flying + of_chunk.peak - of_chunk.by_forward + (ends[1] if is_last else ends[0])
+        return flying + of_chunk.peak - of_chunk.by_forward + self._of_end(plan, ends, is_last)
+
+    @staticmethod
+    def _of_end(plan: Candidate, ends: Sequence[float], is_last: bool) -> float:
+        if plan.schedule in V_SHAPED and not is_last:
+            return sum(ends)
+        return ends[1] if is_last else ends[0]
 
     def _kept(self, plan: Candidate) -> float:
         """Bytes that a layer keeps for backward."""
         shape, how = self.active[0], self._setting(plan)
         work = BatchSize(plan.samples, self.job.positions)
-        found = activations.of_layer(shape, work, how)
+        found, tokens = activations.of_layer(shape, work, how), how.tokens(shape, work)
+        own = tokens * shape.hidden * self.item
+        if how.sequence_parallel and how.tensor > 1:
+            # Inputs of products are kept as they were gathered, not as the norms gave them.
+            found += 2 * own * (1 - 1 / how.tensor)
+        if shape.norm == "rms" and self.item < _FP32:
+            found += 2 * _WIDE * own / (how.tensor if how.sequence_parallel else 1)
+        if shape.attention == "flash":
+            found += _FP32 * tokens * shape.heads / how.tensor  # a number for each row of scores
         if shape.mixture:
             # A row for each choice of a token: what its expert is given, and what it returns.
-            rows = how.tokens(shape, work) * shape.mixture.top_k
+            rows = tokens * shape.mixture.top_k
             found += 2 * rows * shape.hidden * self.item
         return found
 

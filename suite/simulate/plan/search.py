@@ -20,8 +20,8 @@ from shardproof.simulate.sources import ShapeSource
 
 #: Values of tensors steer the program.
 _UNABLE = (DataDependentOutputException, DynamicOutputShapeException)
-#: Candidates that are simulated for each that is to fit, at most.
-_TRIES = 2
+#: Candidates that are simulated for each that is to fit, at most, and at least for all of them.
+_TRIES, _LEAST_TRIES = 2, 6
 #: Simulations of one system and mesh that do not fit before another one is tried.
 _VARIANTS = 2
 
@@ -100,12 +100,6 @@ def ranked(job: Job, machine: Machine, rejected: Rejected) -> list[Plan]:
     return sorted(plans, key=lambda plan: plan.estimated.seconds)
 
 
-def places(plans: Sequence[Plan], memory: int) -> list[Plan]:
-    """The fastest plan of each system and mesh whose estimate fits in ``memory`` bytes."""
-    fitting = [plan for plan in plans if plan.estimated.bytes <= memory]
-    return [*{plan.candidate.group: plan for plan in reversed(fitting)}.values()][::-1]
-
-
 class _Simulating:
     """The candidates that are simulated, one after the other."""
 
@@ -129,7 +123,7 @@ class _Simulating:
 
     def run(self, plans: Sequence[Plan]) -> None:
         """Simulate ``plans`` in this order until enough of them fit."""
-        found = self.found
+        found, most = self.found, max(_LEAST_TRIES, _TRIES * self.show)
         for plan in plans:
             one = plan.candidate
             if reason := _only_estimated(one) or self._cannot.get(_kind(one)):
@@ -139,7 +133,7 @@ class _Simulating:
                 found.rejected.add(reason, one)
             elif one.group in self._done:
                 found.rejected.add("a faster plan of the same system and mesh fits", one)
-            elif len(found.plans) == self.show or found.simulated >= _TRIES * self.show:
+            elif len(found.plans) == self.show or found.simulated >= most:
                 found.rejected.add("slower than the plans that are shown, and not simulated", one)
             elif self._tries.get(one.group, 0) >= _VARIANTS:
                 found.rejected.add("not simulated: faster plans of its mesh do not fit", one)
