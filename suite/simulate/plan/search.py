@@ -55,7 +55,8 @@ class Plan:
 @dataclass
 class Found:
     """The result: ``plans`` that fit, the fastest first; ``estimated``: those that only formulas
-    tell of; ``rejected``: all others; ``looked_at``: how many candidates there were.
+    tell of; ``rejected``: all others; ``looked_at``: how many candidates there were; ``tried``: how
+    many simulations were begun, ``simulated``: how many of them came to their end.
     """
 
     job: Job
@@ -64,6 +65,7 @@ class Found:
     estimated: list[Plan] = field(default_factory=list)
     rejected: Rejected = field(default_factory=Rejected)
     looked_at: int = 0
+    tried: int = 0
     simulated: int = 0
 
 
@@ -118,6 +120,8 @@ class _Simulating:
         self._cannot: dict[tuple[object, ...], str] = {}
         #: Options -> why the implementation refuses them.
         self._refused: dict[tuple[str, ...], str] = {}
+        #: Programs whose few layers do not tell of many -> why.
+        self._unfolded: dict[tuple[object, ...], str] = {}
         #: Settings of recomputation -> how many times its estimate the last simulation needed.
         self._ratio: dict[object, float] = {}
 
@@ -129,11 +133,11 @@ class _Simulating:
             if reason := _only_estimated(one) or self._cannot.get(_kind(one)):
                 found.estimated.append(plan)
                 found.rejected.add(reason, one, f"{plan.estimated.bytes / 1e9:,.1f} GB estimated")
-            elif reason := self._refused.get(_options(one), ""):
+            elif reason := self._refused.get(_options(one)) or self._unfolded.get(_program(one)):
                 found.rejected.add(reason, one)
             elif one.group in self._done:
                 found.rejected.add("a faster plan of the same system and mesh fits", one)
-            elif len(found.plans) == self.show or found.simulated >= most:
+            elif len(found.plans) == self.show or found.tried >= most:
                 found.rejected.add("slower than the plans that are shown, and not simulated", one)
             elif self._tries.get(one.group, 0) >= _VARIANTS:
                 found.rejected.add("not simulated: faster plans of its mesh do not fit", one)
@@ -145,6 +149,7 @@ class _Simulating:
 
     def _simulate(self, plan: Plan) -> None:
         one, found = plan.candidate, self.found
+        found.tried += 1
 
         def began(what: str) -> None:
             self.began(len(found.plans), f"{one.shown()}: {what}")
@@ -160,8 +165,8 @@ class _Simulating:
             found.rejected.add(reason, one)
             return
         except folded.DoesNotFold as error:
-            self._tries[one.group] = self._tries.get(one.group, 0) + 1
-            found.rejected.add(f"not simulated: {error}", one)
+            self._unfolded[_program(one)] = reason = f"not simulated: {error}"
+            found.rejected.add(reason, one)
             return
         except (*_UNABLE, AttributeError, RuntimeError, OSError) as error:
             # Not a finding about memory: the same kind ends in the same way on every mesh.
@@ -198,6 +203,10 @@ def _options(plan: Candidate) -> tuple[str, ...]:
 
 def _kind(plan: Candidate) -> tuple[object, ...]:
     return plan.options.get("offload"), plan.parts("positions") > 1
+
+
+def _program(plan: Candidate) -> tuple[object, ...]:
+    return plan.implementation, plan.strategy, plan.schedule, plan.recompute, plan.experts
 
 
 def _alike(plan: Candidate) -> tuple[object, ...]:
