@@ -10,7 +10,7 @@ not.  So what a layer adds to it is between what it adds to the begin and the en
 This is exact where the peak itself grows fastest, as it does wherever the end or the begin of a run
 is its peak, and a bound from above elsewhere.  Begin and end must grow by the same bytes from the
 first of three numbers of layers to the second as from there to the third, but for padding, and the
-peak by no more than they or it did before.  Else larger numbers are tried, and at last the law is refused.
+peak by no more than they or it did before.  Else larger numbers are tried; then it is refused.
 
 Stages.  A rank of P stages runs the program of a rank of 2 stages with more micro-batches in
 flight.  Each of them holds the same bytes from its forward to its backward, so no moment needs more
