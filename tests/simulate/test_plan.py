@@ -142,7 +142,7 @@ def test_the_law_takes_what_grows_fastest_and_refuses_what_does_not_repeat() -> 
     # The end grows by 20 a layer and will pass the peak: 70 + 4 x 20.
     assert folded.extended(three, 4) == 150
     with pytest.raises(folded.DoesNotFold, match="differ from those of a third"):
-        folded.extended(traces((0, 50, 10), (0, 60, 30), (0, 81, 50)), 4)
+        folded.extended(traces((0, 5000, 1000), (0, 6000, 3000), (0, 8300, 5000)), 4)
 
 
 def bounded(job: Job, plan: Candidate) -> tuple[list[int], list[int]]:

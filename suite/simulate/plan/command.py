@@ -201,7 +201,7 @@ def _tables(found: Found, machine: Machine, every: bool) -> Iterator[Table]:
     notes = (
         f"{job.accounting}, {job.tokens:,} tokens a step in samples of {job.positions:,}; memory "
         f"{found.memory / 1e9:,.1f} GB; {machine.says}",
-        "memory of plans that fit is simulated; tokens/s, bubble, exposed are by formulas",
+        "simulations bound the memory of plans that fit; tokens/s, bubble, exposed are by formulas",
         f"{found.looked_at:,} candidates, {found.simulated} simulated, {len(found.plans)} fit",
     )
     title = f"Plans for {job.shape.name} on {job.gpus:,} GPUs"

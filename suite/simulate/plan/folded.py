@@ -119,10 +119,11 @@ def extended(traces: Sequence[Trace], more: int) -> int:
         # Padded shards of a layer more are some bytes longer or shorter, in turns.
         same = all(abs(before[n] - now[n]) <= _PADDING for n in (0, 2))
         begin, end = (max(before[n], now[n]) for n in (0, 2))
+        peak = min(max(before[1], now[1]), now[1] + _PADDING)
         # At the ends of the model something more is under way, which matters less and less.
-        if not same or now[1] > max(begin, before[1], end):
+        if not same or now[1] > max(begin, before[1], end) + _PADDING:
             raise DoesNotFold("the bytes of a second layer differ from those of a third")
-        most = max(most, third.peak + more * max(0, begin, now[1], end))
+        most = max(most, third.peak + more * max(0, begin, peak, end))
     return most
 
 
