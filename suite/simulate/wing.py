@@ -21,14 +21,18 @@ class Simulation(Wing):
 
     examples = (
         "shardproof simulate llama-7b --mesh shard=64     bytes and seconds of one rank of 64",
+        "shardproof plan llama3-70b --gpus 64             the fastest mesh and strategy that fit",
     )
 
     def add_commands(self, app: typer.Typer) -> None:
-        """Add ``simulate``."""
+        """Add ``simulate`` and ``plan``."""
         from shardproof.simulate import command
+        from shardproof.simulate.plan import command as plan
 
         short = "Run the code of one rank of a large world without values."
         app.command("simulate", short_help=short)(command.simulate)
+        short = "Search the fastest mesh and strategy that fit a cluster's memory."
+        app.command("plan", short_help=short)(plan.plan)
 
     def simulated(self, training: Mapping[str, Any]) -> Mapping[str, Fraction]:
         """Figures of ``training`` (``calls.figures_of``)."""

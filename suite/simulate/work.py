@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import flop_counter
 
 from shardproof.ledgers.memory import operators
@@ -46,6 +47,7 @@ class Work:
 
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 #: torch has no formulas for its CPU kernels of attention, which compute the same as those on GPUs.
 _KERNELS: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop,
@@ -90,6 +92,9 @@ class WorkLedger(MemoryLedger):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            # Half of all operators: autograd asks each tensor for its device.
+            return args[0].fake_device
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is NotImplemented:
             return result

@@ -59,6 +59,8 @@ ELSEWHERE = {
     "shardproof checkpoint *": ("launches", "tests/commands/test_checkpoint_command.py"),
     "shardproof estimate *": ("test", "tests/estimate: formulas only"),
     "shardproof simulate *": ("test", "tests/simulate: one rank of a small shape"),
+    "shardproof plan *": ("test", "tests/simulate/test_plan.py: of a small shape"),
+    "python docs/make_choice.py": ("slow", "tests/simulate/test_choice.py: minutes of CPU"),
     "python docs/make_published.py": ("slow", "tests/simulate/test_published.py: minutes of CPU"),
     "shardproof merge *": ("test", "tests/runs/test_shards.py: needs the parts of four machines"),
     "shardproof compare results/here results/there": ("clusters", "tests/cluster/test_cluster.py"),
