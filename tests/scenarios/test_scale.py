@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from fnmatch import fnmatch
 
 import pytest
 from made_case import made_case
@@ -32,9 +31,10 @@ def test_every_case_of_many_ranks_is_exact_and_in_memory() -> None:
 @pytest.mark.parametrize("ranks", [64, 128])
 def test_each_strategy_trains_48_layers_on_many_ranks(ranks: int) -> None:
     deep = [c for c in scale() if c.world == ranks and c.workload.params["layers"] == 48]
-    wanted = ("naive_ddp", "ddp", "zero[123]", "fsdp", "tensor", "context", "expert", "hybrid")
-    for name in wanted:
-        assert any(fnmatch(case.implementation, f"reference/{name}") for case in deep), name
+    wanted = {"naive_ddp", "ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "context", "hybrid"}
+    # An expert a rank is N^2 messages a layer: 217 s of CPU on 64 ranks, not tried on 128.
+    wanted |= {"expert"} if ranks == 64 else set()
+    assert {case.implementation.removeprefix("reference/") for case in deep} == wanted
 
 
 def test_a_stage_has_a_layer_of_its_own_at_the_most() -> None:
