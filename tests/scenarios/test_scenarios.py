@@ -647,6 +647,7 @@ OTHERS = (
         "deepspeed-ulysses",
         "deepspeed-moe",
         "scale-",
+        "simulation",
         "hybrid-context",
         "mixtures",
         "positions",
