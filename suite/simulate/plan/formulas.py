@@ -80,10 +80,10 @@ class Formulas:
 
         The layer is the last one, since the first ones of a mixture may be dense.  Without experts.
         """
-        found, last = [[0, 0], [0, 0], [0, 0]], str(self.job.shape.layers - 1)
+        found, own = [[0, 0], [0, 0], [0, 0]], str(self.job.shape.layers - 1)
         for tensor in shapes.tensors(self.job.shape, ""):
             name = tensor.name.split(".")
-            if name[0] == "blocks" and (name[1] != last or _EXPERTS in name):
+            if name[0] == "blocks" and (name[1] != own or _EXPERTS in name):
                 continue
             place = {"blocks": 0, "embed": 1}.get(name[0], 2)
             found[place][len(tensor.shape) < 2] += tensor.numel
