@@ -10,8 +10,8 @@ from pathlib import Path
 from tools import measures
 
 #: Lines of code: the core is the suite without its wings.
-MOST_CORE, MOST_IN_ALL = 37_650, 62_600
-MOST_LONG, MOST_WITH_MANY_PARAMETERS = 5, 6
+MOST_CORE, MOST_IN_ALL = 37_700, 63_900
+MOST_LONG, MOST_WITH_MANY_PARAMETERS = 6, 8
 LEAST_COMMENTED, LEAST_DOCUMENTED = 0.04, 0.95
 
 

@@ -272,7 +272,7 @@ def facts_of(of: Mapping[str, Any]) -> dict[str, Fraction]:
     if shape.layers:
         tokens = batch.samples * (batch.positions or shape.seq)
         parts, split = axes.parts(mesh, "widths"), bool(options.get("sequence_parallel"))
-        how = activations.Setting(2, parts, split, again)
+        how = activations.LayerSetting(2, parts, split, again)
         found["layer"] = Fraction(activations.of_layer(shape, batch, how))
         found["sbh"] = Fraction(tokens * shape.hidden)
     return found

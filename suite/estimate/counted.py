@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardproof.costs.model_facts import ModelFacts
-from shardproof.costs.shapes.activations import Unit
+from shardproof.costs.shapes.activations import UnitBytes
 from shardproof.ledgers.program_order import nested_tensors
 
 #: Roles of layers whose output is split, and of the one whose input is.
@@ -57,7 +57,7 @@ class Forward:
             self.completed = _completed(result, {id(t): name for name, t in state.items()})
             del result
 
-    def units(self) -> tuple[list[Unit], tuple[float, float]]:
+    def units(self) -> tuple[list[UnitBytes], tuple[float, float]]:
         """Bytes of each block on a rank, and of what lies before and behind the blocks."""
         ranks, sizes = self.facts.parts("widths"), defaultdict[int, float](float)
         by = {"split": ranks, "gathered": 1, "outer": 1}
@@ -66,7 +66,7 @@ class Forward:
         for place, how, storage in self._kept.values():
             sizes[place] += storage.nbytes() / by[how]
         blocks = len(self._names)
-        units = [Unit(sizes[n], self._inputs[n] / by["outer"]) for n in range(1, blocks + 1)]
+        units = [UnitBytes(sizes[n], self._inputs[n] / by["outer"]) for n in range(1, blocks + 1)]
         return units, (sizes[0], sizes[blocks + 1])
 
     def _note(self, tensor: Tensor) -> Tensor:

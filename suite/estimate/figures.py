@@ -167,10 +167,10 @@ def of_shape(
     if shape.layers and not without_formula:
         sequence = bool(options.get("sequence_parallel", False))
         ranks, cut = facts.parts("widths"), facts.parts("positions")
-        how = activations.Setting(itemsize(facts), ranks, sequence, recompute, cut)
+        how = activations.LayerSetting(itemsize(facts), ranks, sequence, recompute, cut)
         given = float(how.item * how.tokens(shape, batch) * shape.hidden)
         one = activations.of_layer(shape, batch, how), given
-        units = [activations.Unit(*one)] * shape.layers
+        units = [activations.UnitBytes(*one)] * shape.layers
         kept = kept_of(facts, units, activations.of_ends(shape, batch, how), recompute)
     elif not shape.layers and (
         facts.parts("widths") * facts.parts("layers") > 1 or recompute != activations.NONE
@@ -189,16 +189,16 @@ def of_shape(
 
 def kept_of(
     facts: ModelFacts,
-    units: Sequence[activations.Unit],
+    units: Sequence[activations.UnitBytes],
     ends: tuple[float, float],
     recompute: str | int,
-) -> activations.Kept:
+) -> activations.KeptBytes:
     """Activations of the rank that has most of them; ``ends``: what lies around the blocks.
 
     :raises SelectionError: a schedule without a closed form.
     """
     found = [*_by_stage(facts, units, ends, recompute)]
-    return activations.Kept(max(k.by_forward for k in found), max(k.peak for k in found))
+    return activations.KeptBytes(max(k.by_forward for k in found), max(k.peak for k in found))
 
 
 def _require_blocks(facts: ModelFacts) -> None:
@@ -233,10 +233,10 @@ def _require_counted(facts: ModelFacts, strategy: str) -> None:
 
 def _by_stage(
     facts: ModelFacts,
-    units: Sequence[activations.Unit],
+    units: Sequence[activations.UnitBytes],
     ends: tuple[float, float],
     recompute: str | int,
-) -> Iterator[activations.Kept]:
+) -> Iterator[activations.KeptBytes]:
     """Activations of each rank of the pipeline (one, where there is none)."""
     first, last = ends
     ranks = facts.parts("layers")
@@ -262,7 +262,7 @@ def _by_stage(
         most = max(chunks, key=lambda chunk: chunk.peak)
         one = first * (0 in own) + last * (len(stages.place) - 1 in own)
         kept = held * most.by_forward + one * min(held, ranks)
-        yield activations.Kept(kept, kept + most.peak - most.by_forward)
+        yield activations.KeptBytes(kept, kept + most.peak - most.by_forward)
 
 
 def _ranks(facts: ModelFacts) -> Iterator[int]:
@@ -287,7 +287,7 @@ def estimated(
     model: str,
     strategy: str,
     accounting: str,
-    kept: activations.Kept | None,
+    kept: activations.KeptBytes | None,
     implementation: str = "",
     notes: Sequence[str] = (),
 ) -> Estimate:

@@ -240,7 +240,7 @@ def _nothing(*_: Any) -> Any:
 
 def _counted(
     model: nn.Module, inputs: Any, facts: ModelFacts
-) -> tuple[ModelFacts, activations.Kept | None, str]:
+) -> tuple[ModelFacts, activations.KeptBytes | None, str]:
     """``facts`` with what travels between blocks, the activations, and why there are none."""
     from torch import Tensor
 

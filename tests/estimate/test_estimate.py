@@ -77,12 +77,12 @@ def test_the_page_has_our_figures() -> None:
 
 
 def test_activations_of_groups_that_are_computed_again() -> None:
-    unit = activations.Unit(kept=10, input=2)
-    assert activations.of_units(1, [unit] * 4, 3) == activations.Kept(44, 44)
+    unit = activations.UnitBytes(kept=10, input=2)
+    assert activations.of_units(1, [unit] * 4, 3) == activations.KeptBytes(44, 44)
     # Forward keeps 4 inputs and both ends; backward has freed the last end when it computes one.
-    assert activations.of_units(1, [unit] * 4, 3, 1) == activations.Kept(12, 17)
-    assert activations.of_units(1, [unit] * 4, 3, 2) == activations.Kept(8, 23)
-    assert activations.of_units(1, [unit] * 4, 30, 2) == activations.Kept(35, 35)
+    assert activations.of_units(1, [unit] * 4, 3, 1) == activations.KeptBytes(12, 17)
+    assert activations.of_units(1, [unit] * 4, 3, 2) == activations.KeptBytes(8, 23)
+    assert activations.of_units(1, [unit] * 4, 30, 2) == activations.KeptBytes(35, 35)
 
 
 @pytest.mark.parametrize("heads", [2, 4])
@@ -101,7 +101,7 @@ def test_the_formula_of_a_layer_is_what_autograd_keeps(heads: int, seq: int) -> 
     kept = sum(unit.kept for unit in units) + sum(ends)
     shape = Shape("block", layers=1, hidden=64, heads=heads, seq=seq, attention="math")
     # The input is the layer's before; means of norms and the mask of the future are small.
-    formula = activations.of_layer(shape, BatchSize(3), activations.Setting(item=4))
+    formula = activations.of_layer(shape, BatchSize(3), activations.LayerSetting(item=4))
     assert formula == pytest.approx(kept + given.nbytes, rel=0.05)
 
 

@@ -28,7 +28,7 @@ NONE, SELECTIVE = "none", "selective"
 
 
 @dataclass(frozen=True)
-class Setting:
+class LayerSetting:
     """The choices, besides the shape, that the bytes of a layer depend on.
 
     ``tensor`` ranks divide layers, ``cut`` ranks the positions of a sample.
@@ -45,7 +45,7 @@ class Setting:
         return batch.samples * -(-(batch.positions or shape.seq) // self.cut)
 
 
-def of_layer(shape: Shape, batch: BatchSize, how: Setting) -> float:
+def of_layer(shape: Shape, batch: BatchSize, how: LayerSetting) -> float:
     """Bytes of one layer that keeps all that it does not compute again as scores."""
     e, positions = how.item, batch.positions or shape.seq
     tokens, h = how.tokens(shape, batch), shape.hidden
@@ -59,7 +59,7 @@ def of_layer(shape: Shape, batch: BatchSize, how: Setting) -> float:
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitBytes:
     """Bytes that backward needs of a repeated block, and those of its input, which are among
     them.
     """
@@ -69,14 +69,16 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptBytes:
     """Bytes of activations when forward ends, and at the fullest moment of backward."""
 
     by_forward: float
     peak: float
 
 
-def of_units(first: float, units: Sequence[Unit], last: float, recompute: str | int = NONE) -> Kept:
+def of_units(
+    first: float, units: Sequence[UnitBytes], last: float, recompute: str | int = NONE
+) -> KeptBytes:
     """Bytes of blocks and of what lies before and behind them.
 
     Of blocks that are computed again in groups forward keeps the input of each group.  Backward
@@ -84,17 +86,17 @@ def of_units(first: float, units: Sequence[Unit], last: float, recompute: str | 
     """
     if recompute in (NONE, SELECTIVE) or not units:
         whole = first + sum(unit.kept for unit in units) + last
-        return Kept(whole, whole)
+        return KeptBytes(whole, whole)
     every = int(recompute)
     #     first | group | group | last      kept:  first  input  input  last
     #                   <-------------      peak:  first  input  input  the larger of group and last
     groups = [units[start : start + every] for start in range(0, len(units), every)]
     inputs = first + sum(group[0].input for group in groups)
     again = max(sum(unit.kept for unit in group) - group[0].input for group in groups)
-    return Kept(inputs + last, inputs + max(again, last))
+    return KeptBytes(inputs + last, inputs + max(again, last))
 
 
-def of_ends(shape: Shape, batch: BatchSize, how: Setting) -> tuple[float, float]:
+def of_ends(shape: Shape, batch: BatchSize, how: LayerSetting) -> tuple[float, float]:
     """Bytes of the embedding (the mask of its dropout), and of last norm, head and loss."""
     tokens = how.tokens(shape, batch)
     parts = how.tensor if how.sequence_parallel else 1

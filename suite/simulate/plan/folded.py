@@ -238,8 +238,10 @@ class Folded:
         more than there are.
         """
         flying = -(-self.held(stages, 0) // self.chunks)
-        # One that goes there and back is full with 2 P - 1 (Qi et al., 2401.10241, section 6).
-        least = 2 * stages if self.schedule in V_SHAPED else flying + 1
+        # Where the last rank holds several, gradients of weights come later, or chunks take turns:
+        # that is full with 2 P - 1 (Qi et al., 2401.10241, section 6).
+        is_late = stages > 1 and self.held(stages, stages - 1) > 1
+        least = max(flying + 1, 2 * stages) if is_late else flying + 1
         count = accepted(self.source, stages, least) if stages > 1 else 3
         return min(count, self.source.work.micro_batches)
 

@@ -190,7 +190,7 @@ class Formulas:
         work, how = BatchSize(plan.samples, self.job.positions), self._setting(plan)
         layer = self._kept(plan)
         token = how.tokens(shape, work) * shape.hidden * self.item
-        unit = activations.Unit(layer, token / (how.tensor if how.sequence_parallel else 1))
+        unit = activations.UnitBytes(layer, token / (how.tensor if how.sequence_parallel else 1))
         ends = [*activations.of_ends(shape, work, how)]
         # The formula counts the logits once.
         logits = how.tokens(shape, work) * shape.vocab / how.tensor
@@ -230,8 +230,8 @@ class Formulas:
             found += 2 * rows * shape.hidden * self.item
         return found
 
-    def _setting(self, plan: Candidate) -> activations.Setting:
-        return activations.Setting(
+    def _setting(self, plan: Candidate) -> activations.LayerSetting:
+        return activations.LayerSetting(
             item=self.item,
             tensor=plan.parts("widths"),
             sequence_parallel=bool(plan.options.get("sequence_parallel", False)),
