@@ -285,6 +285,10 @@ class Folded:
 
         :raises DoesNotFold: a law does not hold.
         """
+        mixture = self.source.shape.mixture
+        if mixture is not None and mixture.dense:
+            # A dense layer may hold more or less than a mixture, by how many ranks divide experts.
+            raise DoesNotFold("its first layers are dense and the others mixtures")
         full = self.few(self.stages)
         # With fewer micro-batches than fill the pipeline, they are in flight, not as many as held.
         can_shorten = self.stages > _NEXT and full < self.source.work.micro_batches
