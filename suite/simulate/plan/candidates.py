@@ -26,7 +26,7 @@ _NODE = "node"
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and where.
+    """The model to train, and the cluster.
 
     ``tokens`` and ``positions``: of a global batch, and of a sample; ``node``: GPUs of a node.
     """
@@ -80,7 +80,7 @@ class Candidate:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """What plans of one line of the table have in common: the system and the mesh."""
+        """The system and the mesh: plans that share them are one line of the table."""
         return self.implementation, self.strategy, *self.mesh.items()
 
     @property
@@ -266,7 +266,7 @@ class _Fits:
         return self._refused(found) or self._undivided(found)
 
     def _refused(self, found: Candidate) -> str:
-        """What the implementation says of these options, whatever the mesh."""
+        """The refusal of the implementation for these options, whatever the mesh."""
         key = f"{found.implementation}{found.options}"
         if key not in self._refusals:
             try:

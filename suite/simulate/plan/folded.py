@@ -298,7 +298,9 @@ class Folded:
         sizes = self._over_layers(stages, few)
         flying = [0] * len(sizes) if stages == self.stages else self._flying(few)
         losses = self._losses(stages, few)
-        together = [sum(parts) for parts in zip(sizes, flying, losses, strict=True)]
+        # Shards of other ranks, and of all layers, may be padded by more than those that ran.
+        padding = _PADDING * (max(self.layers) * self.chunks + 2)
+        together = [sum(parts) + padding for parts in zip(sizes, flying, losses, strict=True)]
         return self._peaks(together, last, is_exact=False)
 
     def _over_layers(self, stages: int, few: int) -> list[int]:

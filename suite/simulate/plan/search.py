@@ -54,8 +54,8 @@ class Plan:
 
 @dataclass
 class Found:
-    """The result: ``plans`` that fit, the fastest first; ``estimated``: those that only formulas
-    tell of; ``rejected``: all others; ``looked_at``: how many candidates there were; ``tried``: how
+    """The result: ``plans`` that fit, the fastest first; ``estimated``: those without
+    a simulation; ``rejected``: all others; ``looked_at``: how many candidates there were; ``tried``: how
     many simulations were begun, ``simulated``: how many of them came to their end.
     """
 
@@ -214,7 +214,7 @@ def _alike(plan: Candidate) -> tuple[object, ...]:
 
 
 def source(job: Job, plan: Candidate) -> ShapeSource:
-    """What a rank of ``plan`` trains."""
+    """The training of a rank of ``plan``."""
     import torch
 
     about: Mapping[str, Any] = shapes.accountings()[job.accounting]
