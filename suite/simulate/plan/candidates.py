@@ -80,7 +80,7 @@ class Candidate:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """The system and the mesh, which plans of one line of the table share."""
+        """The system and the mesh: plans that share them are one line of the table."""
         return self.implementation, self.strategy, *self.mesh.items()
 
     @property
@@ -266,7 +266,7 @@ class _Fits:
         return self._refused(found) or self._undivided(found)
 
     def _refused(self, found: Candidate) -> str:
-        """The refusal of these options by the implementation, whatever the mesh."""
+        """The refusal of the implementation for these options, whatever the mesh."""
         key = f"{found.implementation}{found.options}"
         if key not in self._refusals:
             try:

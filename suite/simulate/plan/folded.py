@@ -238,8 +238,10 @@ class Folded:
         more than there are.
         """
         flying = -(-self.held(stages, 0) // self.chunks)
-        # One that goes there and back is full with 2 P - 1 (Qi et al., 2401.10241, section 6).
-        least = 2 * stages if self.schedule in V_SHAPED else flying + 1
+        # Where the last rank holds several, gradients of weights come later, or chunks take turns:
+        # that is full with 2 P - 1 (Qi et al., 2401.10241, section 6).
+        is_late = stages > 1 and self.held(stages, stages - 1) > 1
+        least = max(flying + 1, 2 * stages) if is_late else flying + 1
         count = accepted(self.source, stages, least) if stages > 1 else 3
         return min(count, self.source.work.micro_batches)
 
@@ -283,6 +285,10 @@ class Folded:
 
         :raises DoesNotFold: a law does not hold.
         """
+        mixture = self.source.shape.mixture
+        if mixture is not None and mixture.dense:
+            # A dense layer may hold more or less than a mixture, by how many ranks divide experts.
+            raise DoesNotFold("its first layers are dense and the others mixtures")
         full = self.few(self.stages)
         # With fewer micro-batches than fill the pipeline, they are in flight, not as many as held.
         can_shorten = self.stages > _NEXT and full < self.source.work.micro_batches
@@ -292,7 +298,9 @@ class Folded:
         sizes = self._over_layers(stages, few)
         flying = [0] * len(sizes) if stages == self.stages else self._flying(few)
         losses = self._losses(stages, few)
-        together = [sum(parts) for parts in zip(sizes, flying, losses, strict=True)]
+        # Shards of other ranks, and of all layers, may be padded by more than those that ran.
+        padding = _PADDING * (max(self.layers) * self.chunks + 2)
+        together = [sum(parts) + padding for parts in zip(sizes, flying, losses, strict=True)]
         return self._peaks(together, last, is_exact=False)
 
     def _over_layers(self, stages: int, few: int) -> list[int]:

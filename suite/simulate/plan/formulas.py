@@ -80,17 +80,17 @@ class Formulas:
 
         The layer is the last one, since the first ones of a mixture may be dense.  Without experts.
         """
-        found, last = [[0, 0], [0, 0], [0, 0]], str(self.job.shape.layers - 1)
+        found, own = [[0, 0], [0, 0], [0, 0]], str(self.job.shape.layers - 1)
         for tensor in shapes.tensors(self.job.shape, ""):
-            parts = tensor.name.split(".")
-            if parts[0] == "blocks" and (parts[1] != last or _EXPERTS in parts):
+            name = tensor.name.split(".")
+            if name[0] == "blocks" and (name[1] != own or _EXPERTS in name):
                 continue
-            place = {"blocks": 0, "embed": 1}.get(parts[0], 2)
+            place = {"blocks": 0, "embed": 1}.get(name[0], 2)
             found[place][len(tensor.shape) < 2] += tensor.numel
             if place == 1 and len(tensor.units) > 1:  # tied: the last stage has it as well
                 found[2][0] += tensor.numel
-        layer, first, head = (tuple(pair) for pair in found)
-        return layer, first, head  # type: ignore[return-value]
+        layer, first, last = (tuple(pair) for pair in found)
+        return layer, first, last  # type: ignore[return-value]
 
     @cached_property
     def expert_elements(self) -> int:

@@ -1,4 +1,4 @@
-"""Bytes that a strategy holds and sends for each element of a model, from its cost model.
+"""The bytes that a strategy holds and sends for each element of a model, asked from its cost model.
 
 No strategy is named here: the cost model of each is asked about a small model on 2 and on 4 ranks,
 for one and for two micro-batches, and the coefficients follow from its answers.

@@ -54,9 +54,9 @@ class Plan:
 
 @dataclass
 class Found:
-    """The result: ``plans`` that fit, the fastest first; ``estimated``: those known from formulas
-    alone; ``rejected``: all others; ``looked_at``: how many candidates there were; ``tried``: how
-    many simulations were begun, ``simulated``: how many of them came to their end.
+    """The result: ``plans`` that fit, the fastest first; ``estimated``: those without
+    a simulation; ``rejected``: all others; ``looked_at``: how many candidates there were;
+    ``tried``: how many simulations were begun, ``simulated``: how many of them ended well.
     """
 
     job: Job
