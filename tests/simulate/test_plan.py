@@ -187,6 +187,7 @@ def test_layers_that_differ_do_not_fold() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_whole_confirms_the_first_ten_plans_that_fit() -> None:
     """On a model of 12 layers and 8 GPUs, all of whose layers and micro-batches run."""
     job = replace(JOB, shape=replace(SMALL, layers=12), gpus=8, node=4, tokens=1024)
@@ -196,6 +197,7 @@ def test_the_whole_confirms_the_first_ten_plans_that_fit() -> None:
         assert exact(job, plan.candidate) <= plan.bytes <= 6_000_000, plan.candidate.shown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", PUBLISHED, ids=lambda one: one.model)
 def test_published_meshes_fit_by_formulas(one: Published) -> None:
     """Their rank is on the page, whatever it is."""
