@@ -47,6 +47,7 @@ CAPABILITIES: dict[str, str] = {
     "active": "the claimed strategy is in effect",
     "overlap": "communication is issued before the compute that hides it",
     "schedule": "the pipeline runs the schedule that it announced",
+    "simulation": "bytes and calls are those of the same code without values",
     "clipping": "the gradient norm is clipped",
     "accumulation": "several micro-batches or windows to a step",
     "mixed-precision": "computing, reducing or storing in lower precisions",

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_case import made_case
 
 from shardproof import checks
 from shardproof.checks import simulation
@@ -15,7 +16,7 @@ from shardproof.simulate.compared import Compared
 
 def measured(monkeypatch: pytest.MonkeyPatch, found: Compared | None) -> list[ComparisonRow]:
     monkeypatch.setattr(simulation, "first", lambda _: found)
-    evidence: Any = SimpleNamespace(case=None, records=[])
+    evidence: Any = SimpleNamespace(case=made_case("reference/ddp", {"replicate": 2}), records=[])
     return simulation.measure(evidence)
 
 
@@ -52,3 +53,10 @@ def test_what_cannot_be_simulated_is_skipped(
     outcome = decided(measured(monkeypatch, found))
     assert outcome.status == "skip"
     assert outcome.message == (found.skip if found else "suite/simulate is missing here")
+
+
+def test_code_of_a_users_own_is_not_run_by_the_judge() -> None:
+    case = made_case("my_package:System", {"replicate": 2})
+    evidence: Any = SimpleNamespace(case=case, records=[])
+    outcome = decided(simulation.measure(evidence))
+    assert outcome.status == "skip" and "simulate --against" in outcome.message
