@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shlex
@@ -21,6 +20,7 @@ from made_case import made_case
 from test_costs import plan
 
 from shardproof.backends import BACKENDS, Joining, base, cuda, joined
+from shardproof.by_path import import_module
 from shardproof.case import Case, Death
 from shardproof.cases.verdict import decide_case
 from shardproof.checks import Outcome, memory, weighs
@@ -52,12 +52,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 @pytest.fixture(scope="module")
 def command() -> ModuleType:
     """``deploy/gpu.py``."""
-    spec = importlib.util.spec_from_file_location("deploy_gpu", ROOT / "deploy/gpu.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_module(str(ROOT / "deploy/gpu.py"))
 
 
 def _case(backend: str, mesh: dict[str, int], checks: tuple[str, ...] = ("traffic",)) -> Case:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from shardproof.by_path import import_module
+
 ROOT = Path(__file__).parents[2]
 
 
-def load() -> ModuleType:
-    """The generator, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location("make_bug_zoo", ROOT / "docs/make_bug_zoo.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-zoo: Any = load()
+zoo: Any = import_module(str(ROOT / "docs/make_bug_zoo.py"))
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import re
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +18,7 @@ from typer.testing import CliRunner
 import shardproof
 from shardproof import registry
 from shardproof.backends import BACKENDS
+from shardproof.by_path import import_module
 from shardproof.commands import main as command_line
 from shardproof.training import places
 
@@ -29,19 +27,7 @@ ROOT = Path(__file__).parents[2]
 MOST = 100
 
 
-def load() -> ModuleType:
-    """The generator, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location(
-        "make_strategies", ROOT / "docs/make_strategies.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-made: Any = load()
+made: Any = import_module(str(ROOT / "docs/make_strategies.py"))
 TRAINED = [name for name in made.names() if "training" in made.entries()[name]]
 THREADS = [name for name in TRAINED if not name.startswith("deepspeed/")]
 WRAPPED = [name for name in TRAINED if made.entries()[name].get("wrap")]

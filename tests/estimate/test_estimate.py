@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from commands import here
 from torch import nn
 
 from shardproof import estimate, registry, strategies, workloads
+from shardproof.by_path import import_module
 from shardproof.cases.runner import run_cases
 from shardproof.costs import shapes
 from shardproof.costs.accounting import accounting_of
@@ -32,19 +31,13 @@ from shardproof.workloads.layers import Span
 ROOT = Path(__file__).parents[2]
 
 
-def _script() -> Any:
-    spec = importlib.util.spec_from_file_location("make_estimates", ROOT / "docs/make_estimates.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.timeout(1800)
 def test_cases_hold_what_is_estimated() -> None:
     """Every class of state exactly, activations within 5 %; the page has these figures."""
-    script, page = _script(), (ROOT / "docs/estimate.md").read_text(encoding="utf-8")
+    script, page = (
+        import_module(str(ROOT / "docs/make_estimates.py")),
+        (ROOT / "docs/estimate.md").read_text(encoding="utf-8"),
+    )
     cases = script.cases()
     assert len(cases) >= 20
     results, _ = run_cases(cases, 2, lambda result: None)
@@ -67,7 +60,10 @@ def test_cases_hold_what_is_estimated() -> None:
 
 
 def test_the_page_has_our_figures() -> None:
-    script, page = _script(), (ROOT / "docs/estimate.md").read_text(encoding="utf-8")
+    script, page = (
+        import_module(str(ROOT / "docs/make_estimates.py")),
+        (ROOT / "docs/estimate.md").read_text(encoding="utf-8"),
+    )
     for line in script.sizes_table().splitlines():
         assert line in page, "run docs/make_estimates.py"
     for row in script.ROWS:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
+from shardproof.by_path import import_module
 from shardproof.errors import ScenarioError
 from shardproof.estimate import claims
 
@@ -93,10 +92,6 @@ def test_a_wrong_figure_and_a_wrong_setting_are_told(tmp_path: Path) -> None:
 
 
 def test_pages_are_what_the_files_say() -> None:
-    spec = importlib.util.spec_from_file_location("make_claims", ROOT / "docs/make_claims.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = import_module(str(ROOT / "docs/make_claims.py"))
     for path, text in module.pages().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is stale"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardproof.by_path import import_module
 from shardproof.costs import shapes
 from shardproof.simulate.machines import machine
 from shardproof.simulate.plan import search
@@ -18,16 +17,7 @@ from shardproof.simulate.plan.candidates import Job, Rejected
 ROOT = Path(__file__).parents[2]
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("make_choice", ROOT / "docs/make_choice.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-page = load()
+page = import_module(str(ROOT / "docs/make_choice.py"))
 LINES = page.PAGE.read_text(encoding="utf-8").splitlines()
 
 

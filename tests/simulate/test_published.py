@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardproof.by_path import import_module
 from shardproof.costs import shapes
 
 ROOT = Path(__file__).parents[2]
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("make_published", ROOT / "docs/make_published.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-page = load()
+page = import_module(str(ROOT / "docs/make_published.py"))
 #: What each run would have to find for its rows to be met exactly.
 EXACT = {
     "run": {"bytes": [10 * page.GIB, 5 * page.GIB], "ms": [90.0, 100.0], "tokens": [50.0, 40.0]},
