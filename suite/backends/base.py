@@ -287,7 +287,7 @@ class GroupBase(dist.ProcessGroup):
         log, text = program_order.current(), request.text()
         step = log.number if log else -1
         # Once a group: to spell N ranks at each call of each of them is N^2 work.
-        # All of them, for whoever reads the heartbeat counts them (``members_of``).
+        # All ranks are listed: readers of the heartbeat count them (``members_of``).
         self._spelt = self._spelt or f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
         noted = writer.note(f"{text} on {self._spelt}", group, number, digest, step)
         if self.compares and number:

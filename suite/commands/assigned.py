@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from shardproof import axes
 from shardproof.errors import Problem, SelectionError, nearest
+
+#: The options that say how much a rank computes in a step.
+Samples = Annotated[int, typer.Option("--batch", min=1, help="samples in a micro-batch")]
+Positions = Annotated[
+    int, typer.Option("--seq", min=0, help="sequence length in tokens (0: the model's own)")
+]
+MicroBatches = Annotated[
+    int, typer.Option("--micro-batches", min=1, help="micro-batches of each rank in a step")
+]
 
 
 def assigned(given: Sequence[str], option: str, example: str) -> dict[str, Any]:

@@ -33,10 +33,7 @@ def source(
 
     :raises SelectionError: a name is unknown, or the implementation does not take it.
     """
-    about = shapes.known(accounting, shapes.accountings(), "accounting")
-    if not about.get("trains", True):
-        remedy = "choose A32, A16, M18, B8 or S4"
-        raise SelectionError(Problem("this accounting trains nothing", remedy, accounting))
+    about = accounting_of(accounting)
     chosen = dict(options)
     if policy := {name: about[name] for name in ("parameters", "reduce") if name in about}:
         chosen["precision"] = policy
@@ -52,6 +49,18 @@ def source(
         dtype=getattr(torch, about["built"]),
     )
     return made
+
+
+def accounting_of(name: str) -> Mapping[str, Any]:
+    """The accounting ``name``.
+
+    :raises SelectionError: it is unknown, or trains nothing.
+    """
+    about: Mapping[str, Any] = shapes.known(name, shapes.accountings(), "accounting")
+    if not about.get("trains", True):
+        remedy = "choose A32, A16, M18, B8 or S4"
+        raise SelectionError(Problem("this accounting trains nothing", remedy, name))
+    return about
 
 
 def round_off(shape: Shape) -> Shape:

@@ -49,13 +49,9 @@ def simulate(
             "--accounting", metavar="ID", help="precision and optimizer: A32, A16, M18, B8 or S4"
         ),
     ] = "A32",
-    batch: Annotated[int, typer.Option("--batch", min=1, help="samples in a micro-batch")] = 1,
-    seq: Annotated[
-        int, typer.Option("--seq", min=0, help="sequence length in tokens (0: the model's own)")
-    ] = 0,
-    micro_batches: Annotated[
-        int, typer.Option("--micro-batches", min=1, help="micro-batches of each rank in a step")
-    ] = 1,
+    batch: assigned.Samples = 1,
+    seq: assigned.Positions = 0,
+    micro_batches: assigned.MicroBatches = 1,
     layers: Annotated[
         int, typer.Option("--layers", min=0, help="number of layers (0: the model's own)")
     ] = 0,

@@ -55,7 +55,7 @@ class Compared:
 
 
 def unlike(case: Case) -> str:
-    """Why ranks of ``case`` do more than train (empty: they do not)."""
+    """Why ranks of ``case`` cannot be simulated (empty: they can)."""
     if not case.steps:
         return "it trains nothing"
     if (backend := BACKENDS.get(case.backend)) is None or backend.device != "cpu":
@@ -71,12 +71,11 @@ def unlike(case: Case) -> str:
 
 def unready(result: CaseResult) -> str:
     """Why ``result`` has no ranks to compare (empty: it has)."""
-    case = result.case
-    if not case.steps:
-        return unlike(case)
+    if reason := unlike(result.case):
+        return reason
     if kind(result.verdict) not in GREEN or result.record is None:
         return "it did not pass"
-    return unlike(case)
+    return ""
 
 
 def compare_result(path: Path, result: CaseResult) -> Compared:

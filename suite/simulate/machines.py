@@ -164,7 +164,7 @@ def _rates(cores: int) -> dict[str, float]:
 
 
 def print_rates() -> None:
-    """Print the rates of one core as JSON; run in a process of its own."""
+    """Print the rates of one core as JSON; another process runs this."""
     import torch
 
     torch.set_num_threads(1)

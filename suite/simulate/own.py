@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
 from shardproof import axes, by_path
-from shardproof.axes import joint_groups
 from shardproof.contract import (
     Batch,
     Build,
@@ -41,7 +40,7 @@ from shardproof.contract import (
 from shardproof.costs.shapes import BatchSize
 from shardproof.errors import Problem, SelectionError
 from shardproof.simulate.known import known_integers
-from shardproof.simulate.sources import Undisturbed, Watch, valueless
+from shardproof.simulate.sources import Undisturbed, Watch, state_of, valueless
 from shardproof.workloads.own import OwnWorkload
 
 _SUITE = Path(__file__).parents[1]
@@ -240,20 +239,13 @@ class OwnSource(Undisturbed):
         """The path of the model, or the name of its function or class."""
         return self.model.name
 
-    @property
-    def joint(self) -> Sequence[tuple[str, ...]]:
-        """Axes that need one group together."""
-        return joint_groups(self.axes)
-
     def build(self, rank: int, watch: Watch) -> Build:
         """The build of the model."""
         return OwnBuild(self.model, self.dtype, watch)
 
     def state(self) -> dict[str, Tensor]:
         """Its parameters and buffers."""
-        module = OwnBuild(self.model, self.dtype)()
-        both = (*module.named_parameters(), *module.named_buffers())
-        return {name: tensor.detach() for name, tensor in both}
+        return state_of(OwnBuild(self.model, self.dtype)())
 
     def batch(self, rank: int, step: int) -> Batch:
         """Micro-batches of full samples, every target with the same weight."""

@@ -103,7 +103,7 @@ def _agreed(
             group.hearsay.require_alike()
             return found
         if failed is not None and group.hearsay.changes == before:
-            break  # nobody said anything new, so another round would fail alike
+            break  # no number changed, so another round would fail in the same way
         before = group.hearsay.changes
     if failed is not None:
         raise failed
@@ -114,7 +114,7 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
     """Run ``source`` as ``rank`` of its world."""
     if dist.is_initialized():
         what = "this process has a process group, which a simulation would replace"
-        raise SelectionError(Problem(what, "simulate in a process of its own"))
+        raise SelectionError(Problem(what, "simulate in another process"))
     group.hearsay.begin()
     world, hook = math.prod(source.axes.values()), sys.excepthook
     joined.join(Simulated(), Joining(rank, world, Path(), 60.0, ledgers=True))

@@ -60,8 +60,21 @@ class Source(Protocol):
         """Whether ``rank`` evaluates its batch of ``step`` before it trains with it."""
 
 
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of ``module``."""
+    both = (*module.named_parameters(), *module.named_buffers())
+    return {name: tensor.detach() for name, tensor in both}
+
+
 class Undisturbed:
-    """A training without overflows and evaluations."""
+    """A training along ``axes`` without overflows and evaluations."""
+
+    axes: Mapping[str, int]
+
+    @property
+    def joint(self) -> Sequence[tuple[str, ...]]:
+        """Axes that need one group together."""
+        return joint_groups(self.axes)
 
     def is_finite(self, rank: int, step: int) -> bool:
         """Whether gradients are finite: always."""
@@ -87,11 +100,6 @@ class ShapeSource(Undisturbed):
     work: BatchSize = field(default_factory=BatchSize)
     dtype: torch.dtype = torch.float32
     steps: int = 2
-
-    @property
-    def joint(self) -> Sequence[tuple[str, ...]]:
-        """Axes that need one group together."""
-        return joint_groups(self.axes)
 
     @property
     def name(self) -> str:
@@ -138,9 +146,7 @@ class ShapeSource(Undisturbed):
 
     def state(self) -> dict[str, Tensor]:
         """Its parameters and buffers."""
-        module = ShapeModel(self.shape, self.dtype)()
-        both = (*module.named_parameters(), *module.named_buffers())
-        return {name: tensor.detach() for name, tensor in both}
+        return state_of(ShapeModel(self.shape, self.dtype)())
 
     def batch(self, rank: int, step: int) -> Batch:
         """Micro-batches of full samples, every target with the same weight."""

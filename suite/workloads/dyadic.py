@@ -32,7 +32,7 @@ from shardproof.workloads.base import Picks, Samples, WorkloadFamily
 from shardproof.workloads.knobs import Knob, Params
 from shardproof.workloads.layers import Embedding, Linear, Place, Span, Stack, seed_number, tie
 
-#: Fewer would take two letters for one; from 128 on each character is a symbol of its own.
+#: Fewer would take two letters for one; from 128 on every character has its symbol.
 SYMBOLS = 32
 #: Knobs of mixtures whose values stay exact.
 _ROUTED = {

@@ -166,7 +166,7 @@ def _in_turn(
 
 
 def proofs(schedule: Schedule, rank: int) -> Mapping[Action, Sequence[Action]]:
-    """Messages that ``rank`` receives -> earlier ones of its own whose arrival they prove.
+    """Each message to ``rank`` -> earlier messages of ``rank`` whose arrival it proves.
 
     Both are named by their receives.  Before a rank sends, it has waited for the inputs of all its
     earlier computations, so what comes back proves that these have arrived.

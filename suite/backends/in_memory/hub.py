@@ -343,7 +343,7 @@ class Hub:
 
     def _check_deadlock(self) -> None:
         """Fail if every rank that still runs waits and no waiter's condition holds."""
-        # Who has neither ended nor waits runs: to look at all N ranks whenever one waits is N^2.
+        # Ranks that neither wait nor have ended run.  A look at all N at each wait would be N^2.
         if len(self._waiting) + len(self._ended) < self.world:
             return
         waits = [self._waiting.get(rank) for rank in range(self.world) if rank not in self._ended]

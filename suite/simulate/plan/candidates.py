@@ -185,7 +185,7 @@ def _of_batches(job: Job, plan: Candidate, fits: _Fits, rejected: Rejected) -> I
         rejected.add(reason, plan)
         return
     for samples in combined()["batch"]:
-        # A micro-batch that does not divide the share of a rank is no plan of its own.
+        # A rank's share holds whole micro-batches only.
         if share % samples == 0:
             found = replace(plan, samples=samples, micro_batches=share // samples)
             if reason := fits.schedule(found):

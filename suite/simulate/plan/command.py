@@ -155,7 +155,7 @@ def _asked(
     :raises SelectionError: a word that is not known or does not fit the others.
     """
     from shardproof.costs import shapes
-    from shardproof.simulate import machines
+    from shardproof.simulate import asked, machines
     from shardproof.simulate.plan.candidates import Job
 
     see = "name a model of `shardproof estimate --models`"
@@ -170,10 +170,7 @@ def _asked(
         raise SelectionError(
             Problem(what, f"give --gpus 1 to {_MOST_GPUS:,}", str(gpus or "") or None)
         )
-    about = shapes.known(accounting, shapes.accountings(), "accounting")
-    if not about.get("trains", True):
-        remedy = "choose A32, A16, M18, B8 or S4"
-        raise SelectionError(Problem("this accounting trains nothing", remedy, accounting))
+    asked.accounting_of(accounting)
     on = machines.machine(machine, node)
     for name, text in (("intra", intra), ("inter", inter)):
         if text:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from shardproof.contract import OptimizerSpec, Refused
-from shardproof.costs import shapes
+from shardproof.contract import Refused
 from shardproof.costs.shapes import BatchSize
+from shardproof.simulate import asked
 from shardproof.simulate.machines import Machine
 from shardproof.simulate.plan import folded
 from shardproof.simulate.plan.candidates import Candidate, Job, Rejected, candidates, combined
@@ -215,18 +214,10 @@ def _alike(plan: Candidate) -> tuple[object, ...]:
 
 def source(job: Job, plan: Candidate) -> ShapeSource:
     """The training of a rank of ``plan``."""
-    import torch
-
-    about: Mapping[str, Any] = shapes.accountings()[job.accounting]
-    return ShapeSource(
-        shape=replace(job.shape, parameters=0, rounded=False),
-        implementation=plan.implementation,
-        axes=plan.mesh,
-        optimizer=OptimizerSpec(about.get("optimizer", "adamw"), momentum=0.0),
-        options=plan.options,
-        work=BatchSize(plan.samples, job.positions, plan.micro_batches),
-        dtype=getattr(torch, about["built"]),
-    )
+    shape = asked.round_off(job.shape)
+    made = asked.source(shape, plan.implementation, plan.mesh, job.accounting, plan.options)
+    assert isinstance(made, ShapeSource)
+    return replace(made, work=BatchSize(plan.samples, job.positions, plan.micro_batches))
 
 
 def simulated(
