@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardproof.case import split
 from shardproof.contract import Options
@@ -38,8 +39,16 @@ class Stages:
 
     def homes(self, tensor: TensorFacts) -> list[int]:
         """The stages that hold ``tensor``: several where it is tied over them."""
-        stages = enumerate(self.units)
-        return [stage for stage, own in stages if any(unit in own for unit in tensor.units)]
+        return sorted({stage for unit in tensor.units for stage in self._holders.get(unit, ())})
+
+    @cached_property
+    def _holders(self) -> Mapping[int, list[int]]:
+        """The stages that hold each unit."""
+        found = dict[int, list[int]]()
+        for stage, units in enumerate(self.units):
+            for unit in units:
+                found.setdefault(unit, []).append(stage)
+        return found
 
     def ranks(self, tensor: TensorFacts) -> list[int]:
         """The ranks of the pipe axis that hold ``tensor``, in the order of its stages."""

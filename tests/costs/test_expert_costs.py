@@ -31,6 +31,17 @@ FACTS = ModelFacts(
 )
 
 
+@pytest.mark.parametrize(
+    "axes", [{"expert": 3}, {"replicate": 2, "expert": 3}, {"expert": 2, "tensor": 3}, {"shard": 4}]
+)
+def test_a_group_has_the_ranks_that_differ_along_its_axis_only(axes: dict[str, int]) -> None:
+    costs = ExpertParallel(facts := replace(FACTS, axes=axes))
+    places = [facts.coordinate(rank) for rank in range(facts.world)]
+    others = [{name: at for name, at in place.items() if name != "expert"} for place in places]
+    for rank, own in enumerate(others):
+        assert costs.group_of(rank) == [r for r, place in enumerate(others) if place == own]
+
+
 def test_bytes_of_tokens_are_those_that_leave_their_rank_and_come_back() -> None:
     flow = next(f for f in ExpertParallel(FACTS).flows() if f.operation == "all_to_all")
     row = 2 * 8

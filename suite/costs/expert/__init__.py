@@ -129,9 +129,13 @@ class ExpertParallel(CostModel):
 
     def group_of(self, rank: int) -> list[int]:
         """The ranks that share experts with ``rank``, itself among them."""
-        facts, at = self.facts, self.facts.coordinate(rank)
-        others = {name: place for name, place in at.items() if name != self.axis}
-        return [r for r in range(facts.world) if others.items() <= facts.coordinate(r).items()]
+        names = [*self.facts.axes]
+        if self.axis not in names:
+            return [rank]
+        inner = names[names.index(self.axis) + 1 :]
+        stride = math.prod(self.facts.axes[name] for name in inner)
+        first = rank - self.facts.place(rank, self.axis) * stride
+        return [first + place * stride for place in range(self.facts.axes[self.axis])]
 
     def rounds_of(self, rank: int) -> int:
         """Rounds of the group of ``rank``: as many as its busiest member has micro-batches."""
@@ -143,7 +147,7 @@ class ExpertParallel(CostModel):
         """A count for each expert of another rank, in every forward that is no repetition."""
         experts = sum(tensor.shape[0] for tensor in self.layers.values())
         away = experts - experts // self.ranks
-        return sum(self.rounds_of(r) * away * _COUNT for r in range(self.facts.world))
+        return away and sum(self.rounds_of(r) * away * _COUNT for r in range(self.facts.world))
 
     # ------------------------------------------------------------------------------------ memory
 
