@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,19 +131,16 @@ def _is_counted(log: MemoryLog, kinds: Sequence[str | None], index: int) -> bool
 def looked_at(mesh: Mapping[str, int]) -> list[int]:
     """The ranks that represent all, ascending; their number does not grow with the mesh.
 
-    Along each axis these are the first and the last rank, whose shards are the largest and the
-    smallest.  If an axis cuts layers, the neighbours of the two are included: the ends of a
-    pipeline also hold the embedding and the head.
+    Shards along an axis are largest on its first rank and smallest on its last, so these are the
+    first rank, the last rank along each axis and along all of them.  If an axis cuts layers, the
+    neighbours of its ends are included, since the ends also hold the embedding and the head.
     """
-    stages, ends = axes.cutting("layers"), []
-    for name, size in mesh.items():
-        near = {0, 1, size - 2, size - 1} if name == stages else {0, size - 1}
-        ends.append(sorted(n for n in near if 0 <= n < size))
-    strides = [1]
-    for size in reversed([*mesh.values()][1:]):
-        strides.insert(0, strides[0] * size)
-    places = itertools.product(*ends)
-    return sorted(sum(a * b for a, b in zip(place, strides, strict=True)) for place in places)
+    stages, stride, found = axes.cutting("layers"), 1, {0, math.prod(mesh.values()) - 1}
+    for name, size in reversed([*mesh.items()]):
+        near = {1, size - 2, size - 1} if name == stages else {size - 1}
+        found |= {place * stride for place in near if 0 <= place < size}
+        stride *= size
+    return sorted(found)
 
 
 # --------------------------------------------------------------------------------------- tables

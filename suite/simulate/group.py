@@ -25,7 +25,7 @@ from shardproof.backends.errors import CollectiveMismatch
 from shardproof.backends.futures import OwnHandle, announce_delayed_reduction
 from shardproof.backends.request import Request, check
 from shardproof.ledgers.memory import installed
-from shardproof.simulate.known import forget, tell
+from shardproof.simulate.fakes.known import forget, tell
 
 NAME = "sim"
 
@@ -165,17 +165,23 @@ class Hearsay:
                 )
                 raise CollectiveMismatch(f"agreement {number} of a group: {what}")
 
+    def unsettled(self) -> set[int]:
+        """Global ranks with an answer or a message that later numbers of other ranks refute."""
+        answers = {
+            place[0][rank]
+            for (place, rank), (kind, given) in self._answered.items()
+            if not torch.equal(given, self._combined(place, rank, kind))
+        }
+        return answers | {
+            receiver
+            for (sender, receiver, number), given in self._received.items()
+            if not _equal(self._sent.get((sender, receiver, number), given), given)
+        }
+
     @property
     def is_settled(self) -> bool:
         """Whether each answer agrees with the numbers of all ranks simulated by now."""
-        agreed = all(
-            torch.equal(given, self._combined(place, rank, kind))
-            for (place, rank), (kind, given) in self._answered.items()
-        )
-        return agreed and all(
-            (sent := self._sent.get(letter, given)) is not None and torch.equal(given, sent)
-            for letter, given in self._received.items()
-        )
+        return not self.unsettled()
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:

@@ -39,7 +39,7 @@ from shardproof.contract import (
 )
 from shardproof.costs.shapes import BatchSize
 from shardproof.errors import Problem, SelectionError
-from shardproof.simulate.known import known_integers
+from shardproof.simulate.fakes.known import known_integers
 from shardproof.simulate.sources import Undisturbed, Watch, state_of, valueless
 from shardproof.workloads.own import OwnWorkload
 
@@ -251,7 +251,7 @@ class OwnSource(Undisturbed):
         """Micro-batches of full samples, every target with the same weight."""
         build = OwnBuild(self.model, self.dtype)
         micro = self._micro(build, build(), self.model.given()[2])
-        return Batch(step, ((micro,) * self.work.micro_batches,))
+        return Batch(step, ((micro,) * self.micro_batches(step),))
 
     def _micro(self, build: OwnBuild, module: nn.Module, inputs: Tensor | None) -> MicroBatch:
         """A micro-batch; ``inputs``: those of the module, if it has no workload.

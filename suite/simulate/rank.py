@@ -30,9 +30,10 @@ from shardproof.ledgers.memory.log import MemoryLog
 from shardproof.registry import answers
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
-from shardproof.simulate import functional, group, upstream, work
+from shardproof.simulate import group, work
+from shardproof.simulate.fakes import functional, upstream
+from shardproof.simulate.fakes.known import Decided, known_integers
 from shardproof.simulate.group import Simulated
-from shardproof.simulate.known import Decided, known_integers
 from shardproof.simulate.sources import Source, Watch
 from shardproof.simulate.work import Work, WorkLedger
 
@@ -64,11 +65,15 @@ _MOST_ROUNDS = 4
 
 
 def simulate(
-    source: Source, ranks: Sequence[int], began: Callable[[int], None] = lambda rank: None
+    source: Source,
+    ranks: Sequence[int],
+    began: Callable[[int], None] = lambda rank: None,
+    notes_work: bool = True,
 ) -> list[SimulatedRank]:
     """Run ``source`` as each of ``ranks``, and again until their control numbers agree.
 
-    ``began`` is called with each rank before it runs.
+    ``began`` is called with each rank before it runs.  ``notes_work``: note operators, which only
+    seconds need.
     """
     threads = torch.get_num_threads()
     # Control numbers are computed for real.  Threads would outlive that, and break a later fork.
@@ -78,39 +83,42 @@ def simulate(
             # torch warns at every rank, and the user cannot act on it.
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            return _agreed(source, ranks, began)
+            return _agreed(source, ranks, began, notes_work)
     finally:
         torch.set_num_threads(threads)
 
 
 def _agreed(
-    source: Source, ranks: Sequence[int], began: Callable[[int], None]
+    source: Source, ranks: Sequence[int], began: Callable[[int], None], notes_work: bool
 ) -> list[SimulatedRank]:
-    group.hearsay = group.Hearsay()
-    rounds, before = _MOST_ROUNDS * source.steps, -1
+    group.hearsay = hearsay = group.Hearsay()
+    found, failed = dict[int, SimulatedRank](), dict[int, Exception]()
+    rounds, before, due = _MOST_ROUNDS * source.steps, -1, [*ranks]
     for _ in range(rounds):
-        found, failed = list[SimulatedRank](), None
-        for rank in ranks:
+        for rank in due:
             began(rank)
+            failed.pop(rank, None)
             try:
-                found.append(simulate_rank(source, rank))
+                found[rank] = simulate_rank(source, rank, notes_work)
             except Exception as error:
                 # A wrong guess of another rank's numbers may have caused the error.
-                if group.hearsay.is_settled and not group.hearsay.guessed:
+                if hearsay.is_settled and not hearsay.guessed:
                     raise
-                failed = failed or error
-        if failed is None and group.hearsay.is_settled:
-            group.hearsay.require_alike()
-            return found
-        if failed is not None and group.hearsay.changes == before:
+                failed[rank] = error
+        unsettled = hearsay.unsettled()
+        due = [rank for rank in ranks if rank in failed or rank in unsettled]
+        if not due:
+            hearsay.require_alike()
+            return [found[rank] for rank in ranks]
+        if failed and hearsay.changes == before:
             break  # no number changed, so another round would fail in the same way
-        before = group.hearsay.changes
-    if failed is not None:
-        raise failed
+        before = hearsay.changes
+    for reason in failed.values():
+        raise reason
     raise RuntimeError(f"ranks {list(ranks)} did not agree in {rounds} rounds")
 
 
-def simulate_rank(source: Source, rank: int) -> SimulatedRank:
+def simulate_rank(source: Source, rank: int, notes_work: bool = True) -> SimulatedRank:
     """Run ``source`` as ``rank`` of its world."""
     if dist.is_initialized():
         what = "this process has a process group, which a simulation would replace"
@@ -126,7 +134,7 @@ def simulate_rank(source: Source, rank: int) -> SimulatedRank:
             assert log is not None
             decided = Decided(partial(source.is_finite, rank), log)
             with known_integers(decided):
-                found = _trained(source, mesh, decided)
+                found = _trained(source, mesh, decided, notes_work)
             group.hearsay.end(rank)
             return found
     finally:
@@ -161,7 +169,7 @@ def _control_on_values() -> Iterator[None]:
         comm.control, comm.meet = torch.tensor, meet
 
 
-def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
+def _trained(source: Source, mesh: Mesh, decided: Decided, notes_work: bool) -> SimulatedRank:
     log, ledger = decided.log, traffic.current()
     assert ledger is not None
     memory, built = WorkLedger(log), list[weakref.ref[nn.Module]]()
@@ -195,12 +203,12 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
             if source.evaluates(mesh.rank, step):
                 with log.observe("evaluation"):
                     system.evaluate(batch)
-            first, memory.step, memory.noting = len(ledger.calls), step, step == source.steps - 1
+            first, memory.step = len(ledger.calls), step
+            memory.noting = notes_work and step == source.steps - 1
             with log.step(step):
                 result = system.step(batch, observe)
             memory.noting = False
-            if not {*points} <= {*observed} or len({*observed}) < len(observed):
-                raise BrokenContract(f"step {step}: observed {observed}, but it declares {points}")
+            _require_observed(step, observed, points)
             observed.clear()
             # Users read the result after the step; its tensors live until then.
             with decided.reading():
@@ -221,6 +229,11 @@ def _trained(source: Source, mesh: Mesh, decided: Decided) -> SimulatedRank:
     return SimulatedRank(
         mesh.rank, memory.log, calls, done, actions, tokens, place, schedule, groups
     )
+
+
+def _require_observed(step: int, observed: Sequence[Point], points: Sequence[Point]) -> None:
+    if not {*points} <= {*observed} or len({*observed}) < len(observed):
+        raise BrokenContract(f"step {step}: observed {observed}, but it declares {points}")
 
 
 def _tokens(inputs: Tensor) -> int:

@@ -17,15 +17,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shardproof import axes, registry, workloads
 from shardproof.axes import joint_groups
 from shardproof.case import Case, data_shares
-from shardproof.contract import Batch, Build, MicroBatch, OptimizerSpec, Options
+from shardproof.contract import Batch, Build, MicroBatch, OptimizerSpec, Options, Refused
 from shardproof.costs import cannot_fit, shapes
 from shardproof.costs.shapes import BatchSize, Shape
 from shardproof.errors import Problem, SelectionError
 from shardproof.evidence.records import RankRecord
-from shardproof.simulate.known import kept
+from shardproof.simulate.fakes.known import kept
 from shardproof.simulate.model import ShapeModel, micro_batch
 
 Watch = Callable[[nn.Module, Sequence[str]], None]
+#: Systems of which a test compares a short first step with a whole one.
+_PLANS_NOTHING = "reference/"
 
 
 class Source(Protocol):
@@ -66,10 +68,47 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in both}
 
 
-class Undisturbed:
-    """A training along ``axes`` without overflows and evaluations."""
+def accepted(source: Undisturbed, stages: int, least: int) -> int:
+    """The fewest micro-batches, ``least`` or more, that the schedule takes on so many ``stages``.
 
+    :raises Refused: it takes none of them.
+    """
+    if stages == 1:
+        return least
+    system: Any = registry.load(source.implementation)
+    for count in range(least, least + 2 * stages):
+        try:
+            system.schedule(source.options, stages, count)
+        except Refused:
+            continue
+        return count
+    # As many as this, of which the schedule says itself what is wrong.
+    system.schedule(source.options, stages, least)
+    return least
+
+
+class Undisturbed:
+    """A training along ``axes`` without overflows and evaluations.
+
+    All steps but the last only make the optimizer's state.  A reference strategy, which plans
+    nothing there for later steps, gets as few micro-batches in them as its schedule takes.
+    """
+
+    implementation: str
     axes: Mapping[str, int]
+    options: Options
+    work: BatchSize
+    steps: int
+
+    def micro_batches(self, step: int) -> int:
+        """Micro-batches of a rank in ``step``."""
+        count = self.work.micro_batches
+        if step == self.steps - 1 or not self.implementation.startswith(_PLANS_NOTHING):
+            return count
+        try:
+            return min(count, accepted(self, axes.parts(self.axes, "layers"), 1))
+        except Refused:
+            return count  # the schedule says itself what is wrong
 
     @property
     def joint(self) -> Sequence[tuple[str, ...]]:
@@ -151,7 +190,7 @@ class ShapeSource(Undisturbed):
     def batch(self, rank: int, step: int) -> Batch:
         """Micro-batches of full samples, every target with the same weight."""
         micro = micro_batch(self.shape, self.dtype, self.work)
-        return Batch(step, ((micro,) * self.work.micro_batches,))
+        return Batch(step, ((micro,) * self.micro_batches(step),))
 
 
 class CaseSource:

@@ -11,7 +11,8 @@ it and writes those that remain after it.  Compilers and hand-written kernels li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from torch.utils import flop_counter
 from shardproof.ledgers.memory import operators
 from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.ledgers.program_order import RankLog, nested_tensors
-from shardproof.simulate import functional
+from shardproof.simulate.fakes import functional
 
 
 class Operator(NamedTuple):
@@ -150,7 +151,7 @@ class WorkLedger(MemoryLedger):
             self.work.eager.append(one)
             if self._run.at != (one.at, phase):
                 self._run_ends()
-            self._run.add(one, read, [*written.values()])
+            self._run.add(one, self._numbered(read), self._numbered(written.values()))
             return
         self._run_ends()
         flops = float(kind.formula(*args, **kwargs, out_val=result))
@@ -159,42 +160,50 @@ class WorkLedger(MemoryLedger):
         dtype = str(inputs[0].dtype).removeprefix("torch.")
         self._append(Operator(self.order.now, phase, flops, size, dtype, kind.is_attention))
 
+    def _numbered(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        """Bytes of ``tensors`` by the number of their storage, of the largest if they share it."""
+        found = dict[int, int]()
+        for tensor in tensors:
+            if (ref := self._known.get(id(tensor.untyped_storage()))) is not None:
+                found[ref.index] = max(found.get(ref.index, 0), _bytes(tensor))
+                self._run.refs[ref.index] = ref
+        return found
+
     def _run_ends(self) -> None:
         if self._run.last is not None:
-            self.work.fused.append(self._run.as_one(self._known))
+            self.work.fused.append(self._run.as_one())
         self._run = _Run()
 
 
 @dataclass
 class _Run:
     """Operators between two products, with the storages that they read and did not make, and those
-    that they write: storage -> most bytes of it in one operator.
+    that they write: number of the storage in the log -> most bytes of it in one operator.
     """
 
     last: Operator | None = None
     read: dict[int, int] = field(default_factory=dict)
     written: dict[int, int] = field(default_factory=dict)
+    refs: dict[int, weakref.ref[Any]] = field(default_factory=dict)
 
     @property
     def at(self) -> tuple[int, str] | None:
         return None if self.last is None else (self.last.at, self.last.phase)
 
-    def add(self, one: Operator, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    def add(self, one: Operator, read: Mapping[int, int], written: Mapping[int, int]) -> None:
         """Add the operator ``one``."""
         self.last = one
-        for tensor in read:
-            if (key := id(tensor.untyped_storage())) not in self.written:
-                self.read[key] = max(self.read.get(key, 0), _bytes(tensor))
-        for tensor in written:
-            key = id(tensor.untyped_storage())
-            self.written[key] = max(self.written.get(key, 0), _bytes(tensor))
+        for storage, size in read.items():
+            if storage not in self.written:
+                self.read[storage] = max(self.read.get(storage, 0), size)
+        for storage, size in written.items():
+            self.written[storage] = max(self.written.get(storage, 0), size)
 
-    def as_one(self, known: Any) -> Operator:
-        """All these operators as one kernel; ``known``: weak references to storages by identity."""
+    def as_one(self) -> Operator:
+        """All these operators as one kernel, which writes what is not freed by now."""
         assert self.last is not None
-        alive = (key for key in self.written if (ref := known.get(key)) and ref() is not None)
-        size = sum(self.read.values()) + sum(self.written[key] for key in alive)
-        return self.last._replace(size=size)
+        kept = sum(size for n, size in self.written.items() if self.refs[n]() is not None)
+        return self.last._replace(size=sum(self.read.values()) + kept)
 
 
 def _learn(func: Any) -> _Kind:

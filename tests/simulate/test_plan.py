@@ -151,6 +151,17 @@ def bounded(job: Job, plan: Candidate) -> tuple[list[int], list[int]]:
     return [one.bytes for one in made.bounded()], [one.bytes for one in made.whole()]
 
 
+def test_two_numbers_of_layers_show_what_can_never_fit() -> None:
+    """The law of layers is not tried on it, and it is rejected with the bytes that they show."""
+    plan = Candidate("reference/fsdp", {"shard": 4}, {}, 1, 2)
+    source = search.source(JOB, plan)
+    (exact,) = folded.peaks(source, "", 1, is_whole=True)
+    with pytest.raises(folded.TooLarge) as error:
+        folded.peaks(source, "", 1, memory=exact.bytes // 2)
+    assert exact.bytes // 2 < error.value.bytes <= exact.bytes
+    assert folded.peaks(source, "", 1, memory=exact.bytes)[0].bytes >= exact.bytes
+
+
 def grid(schedule: str, data: str, pipe: int = 4, tensor: int = 1, **more: Any) -> Candidate:
     mesh = {"pipe": pipe, "shard": 2, "context": 1, "tensor": tensor}
     options = {"data": data, "schedule": schedule, "sequence_parallel": tensor > 1, **more}

@@ -20,7 +20,7 @@ from shardproof.ledgers.program_order import Done, RankLog
 from shardproof.ledgers.traffic import LoggedCall
 from shardproof.schedules import Action, Schedule, with_messages
 from shardproof.simulate import machines, work
-from shardproof.simulate.known import known_integers
+from shardproof.simulate.fakes.known import known_integers
 from shardproof.simulate.machines import Link
 from shardproof.simulate.rank import SimulatedRank, simulate
 from shardproof.simulate.seconds import call_seconds, message_seconds, step_seconds

@@ -127,7 +127,7 @@ def test_a_large_world_costs_no_more_than_a_small_one() -> None:
     """Counted, not timed: ranks that are simulated, their calls, storages and events."""
     assert len(figures.looked_at({"shard": 4096})) == len(figures.looked_at({"shard": 8})) == 2
     large, small = ({"pipe": n, "shard": n, "tensor": n} for n in (16, 4))
-    assert len(figures.looked_at(large)) == len(figures.looked_at(small)) == 16
+    assert len(figures.looked_at(large)) == len(figures.looked_at(small)) == 7
     counts = []
     for size in (8, 4096):
         (made,) = simulate(source_of(WIDE, World("reference/fsdp", {"shard": size})), [size - 1])
@@ -139,6 +139,8 @@ def test_the_ranks_that_stand_for_all() -> None:
     assert figures.looked_at({"shard": 1}) == [0]
     assert figures.looked_at({"pipe": 8}) == [0, 1, 6, 7]
     assert figures.looked_at({"replicate": 3, "shard": 4}) == [0, 3, 8, 11]
+    # The places along pipe, then the last rank along tensor, and of all.
+    assert figures.looked_at({"pipe": 4, "tensor": 2}) == [0, 1, 2, 4, 6, 7]
 
 
 # --------------------------------------------------------------------------------- the command

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
 from shardproof.ledgers.program_order import RankLog
-from shardproof.simulate import functional
+from shardproof.simulate.fakes import functional, remembered
 
 #: Operators that make a tensor from numbers alone.
 _FACTORIES = {torch.ops.aten.arange, torch.ops.aten.full, torch.ops.aten.zeros, torch.ops.aten.ones}
@@ -75,6 +75,15 @@ class KnownIntegers(FakeTensorMode):
         super().__init__()
         self.decided = decided
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # that wrapper costs as much as a remembered result
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return self.dispatch(func, types, args, kwargs)
+
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -96,6 +105,11 @@ class KnownIntegers(FakeTensorMode):
             # torch would compute the result before it sees that it is too large to keep.
             for tensor in known:
                 forget(tensor)
+        key = None if known else remembered.key_of(func, args, kwargs or {})
+        if key is not None:
+            is_known, again = remembered.recall(self, key, args)
+            if is_known:
+                return again
         result: Any = super().dispatch(func, types, args, kwargs or {})
         if isinstance(func, OpOverload) and result is not NotImplemented:
             functional.call(func, args, result)
@@ -105,6 +119,8 @@ class KnownIntegers(FakeTensorMode):
                     one if asked else None for one, asked in zip(result, args[at], strict=True)
                 )
         if getattr(func, "overloadpacket", None) not in _FACTORIES or not _is_exact(result):
+            if key is not None:
+                remembered.remember(key, args, result)
             return result
         with no_dispatch():
             values = func(*args, **(kwargs or {}))

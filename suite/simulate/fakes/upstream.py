@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof import comm
 from shardproof.ledgers.program_order import nested_tensors
-from shardproof.simulate.known import kept
+from shardproof.simulate.fakes.known import kept
 
 
 class _RealNumbers(TorchDispatchMode):

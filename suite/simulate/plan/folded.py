@@ -29,25 +29,27 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardproof import axes
-from shardproof.contract import Batch, Refused
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.shapes import BatchSize
 from shardproof.costs.stages import V_SHAPED
 from shardproof.ledgers.memory.log import FILE, MemoryLog
 from shardproof.ledgers.memory.summary import PHASES
-from shardproof.simulate.rank import SimulatedRank, simulate
-from shardproof.simulate.sources import ShapeSource
+from shardproof.simulate.rank import simulate
+from shardproof.simulate.sources import ShapeSource, accepted
 
 #: Fewest layers a stage that the law begins with, and the most.
 _FIRST, _LAST = 1, 2
 #: Ranks of a short pipeline that stands for a longer one, and of that which has one more in flight.
 _SHORT, _NEXT = 2, 3
+#: How many times the memory two numbers of layers must show, so that a third is not tried.
+_SURELY = 1.05
 #: Layers times micro-batches of a rank that are run whole where the law does not hold.
 _WHOLE = 32
 #: Bytes by which the padding of shards may differ between two numbers of layers.
@@ -67,6 +69,14 @@ class Run(NamedTuple):
 
 class DoesNotFold(ValueError):
     """Logs of few layers do not tell that of many; the message says why."""
+
+
+class TooLarge(ValueError):
+    """Two numbers of layers already show that all of them need more memory: ``bytes``, about."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"about {size:,} bytes")
+        self.bytes = size
 
 
 @dataclass(frozen=True)
@@ -127,20 +137,25 @@ def extended(traces: Sequence[Trace], more: int) -> int:
     return most
 
 
+def at_least(one: Trace, other: Trace, more: int) -> int:
+    """Bytes that so many ``more`` layers than ``other`` need, which has one more than ``one``.
+
+    A layer is counted by what it adds to the begin and to the end of a run: one that is gathered
+    there, and freed before the next, is no growth.  0: the phases differ.
+    """
+    if [run.phase for run in one.runs] != [run.phase for run in other.runs]:
+        return 0
+    return max(
+        (
+            b.peak + more * min(b.begin - a.begin, b.end - a.end, b.peak - a.peak)
+            for a, b in zip(one.runs, other.runs, strict=True)
+            if b.phase in PHASES
+        ),
+        default=0,
+    )
+
+
 # ------------------------------------------------------------------------------------ simulations
-
-
-class Warmed(ShapeSource):
-    """A source whose steps before the last, which only make the optimizer's state, are short."""
-
-    def batch(self, rank: int, step: int) -> Batch:
-        """The share of ``rank``; the fewest micro-batches in all steps but the last."""
-        whole = super().batch(rank, step)
-        if step == self.steps - 1:
-            return whole
-        stages = axes.parts(self.axes, "layers")
-        few = accepted(self, stages, 1) if stages > 1 else 1
-        return replace(whole, windows=(whole.windows[0][:few],))
 
 
 class Peak(NamedTuple):
@@ -153,25 +168,6 @@ class Peak(NamedTuple):
     bytes: int
     layers: int
     is_exact: bool
-
-
-def accepted(source: ShapeSource, stages: int, least: int) -> int:
-    """The fewest micro-batches, ``least`` or more, that the schedule takes on so many ``stages``.
-
-    :raises Refused: it takes none of them.
-    """
-    from shardproof.simulate.plan.candidates import system_of
-
-    system: Any = system_of(source.implementation)
-    for count in range(least, least + 2 * stages):
-        try:
-            system.schedule(source.options, stages, count)
-        except Refused:
-            continue
-        return count
-    # As many as this, of which the schedule says itself what is wrong.
-    system.schedule(source.options, stages, least)
-    return least
 
 
 def ends(mesh: Mapping[str, int], schedule: str) -> list[int]:
@@ -190,13 +186,15 @@ def ends(mesh: Mapping[str, int], schedule: str) -> list[int]:
 class Folded:
     """The simulations of one source.
 
-    ``chunks``: stages of a rank, over which its layers are divided; ``began`` hears what begins.
+    ``chunks``: stages of a rank, over which its layers are divided; ``memory``: bytes of a rank, if
+    plans that need more are of no interest; ``began`` hears what begins.
     """
 
     source: ShapeSource
     schedule: str
     chunks: int
     began: Callable[[str], None] = lambda what: None
+    memory: int = sys.maxsize
     #: Stages, layers of each and micro-batches -> a trace of each rank that holds most.
     runs: dict[tuple[int, int, int], list[Trace]] = field(default_factory=dict)
 
@@ -242,7 +240,7 @@ class Folded:
         # that is full with 2 P - 1 (Qi et al., 2401.10241, section 6).
         is_late = stages > 1 and self.held(stages, stages - 1) > 1
         least = max(flying + 1, 2 * stages) if is_late else flying + 1
-        count = accepted(self.source, stages, least) if stages > 1 else 3
+        count = accepted(self.source, stages, least if stages > 1 else 3)
         return min(count, self.source.work.micro_batches)
 
     def traced(self, stages: int, of_stage: int, micro_batches: int) -> list[Trace]:
@@ -263,7 +261,7 @@ class Folded:
             "shape": replace(source.shape, layers=layers, parameters=0, rounded=False),
             "work": BatchSize(source.work.samples, source.work.positions, micro_batches),
         }
-        made: list[SimulatedRank] = simulate(Warmed(**fields), ends(mesh, self.schedule))
+        made = simulate(ShapeSource(**fields), ends(mesh, self.schedule), notes_work=False)
         return [trace(one.log, len(one.calls) - 1) for one in made]
 
     # --------------------------------------------------------------------------------- the laws
@@ -295,9 +293,9 @@ class Folded:
         stages = _SHORT if can_shorten else self.stages
         few = self.few(stages) if can_shorten else full
         last = min(_FIRST + 2, max(self.layers))
+        losses = self._losses(stages, few)  # the law that costs least comes first
         sizes = self._over_layers(stages, few)
         flying = [0] * len(sizes) if stages == self.stages else self._flying(few)
-        losses = self._losses(stages, few)
         # Shards of other ranks, and of all layers, may be padded by more than those that ran.
         padding = _PADDING * (max(self.layers) * self.chunks + 2)
         together = [sum(parts) + padding for parts in zip(sizes, flying, losses, strict=True)]
@@ -310,7 +308,9 @@ class Folded:
         for begin in range(_FIRST, _LAST + 1):
             if begin + 2 > most:
                 return [one.peak for one in self.traced(stages, most, few)]
-            three = [self.traced(stages, begin + n, few) for n in range(3)]
+            two = [self.traced(stages, begin + n, few) for n in range(2)]
+            self._require_fits(two, begin + 1)
+            three = [*two, self.traced(stages, begin + 2, few)]
             try:
                 return [
                     extended([of[place] for of in three], max(0, layers - begin - 2))
@@ -319,6 +319,17 @@ class Folded:
             except DoesNotFold as error:
                 reason = error
         raise reason
+
+    def _require_fits(self, two: Sequence[Sequence[Trace]], last: int) -> None:
+        """Require that two numbers of layers, ``last`` the larger one, do not show too much.
+
+        :raises TooLarge: they do.
+        """
+        for place, layers in enumerate(self.layers):
+            one, other = (traces[place] for traces in two)
+            size = at_least(one, other, layers - last)
+            if size > _SURELY * self.memory:
+                raise TooLarge(size)
 
     def _flying(self, few: int) -> list[int]:
         """Bytes of the micro-batches that are in flight in all stages, and not in two.
@@ -362,7 +373,7 @@ class Folded:
         count = self.source.work.micro_batches
         if count <= few:
             return [0] * len(self.ranks)
-        more = accepted(self.source, stages, few + 1) if stages > 1 else few + 1
+        more = accepted(self.source, stages, few + 1)
         base, other = (self.traced(stages, 1, number) for number in (few, more))
         grown = [b.peak - a.peak for a, b in zip(base, other, strict=True)]
         step = more - few
@@ -377,14 +388,16 @@ def peaks(
     chunks: int,
     began: Callable[[str], None] = lambda what: None,
     is_whole: bool = False,
+    memory: int = sys.maxsize,
 ) -> list[Peak]:
     """The peaks of the ranks that hold most, or bounds from above.
 
-    ``is_whole``: run all layers and all micro-batches.
+    ``is_whole``: run all layers and all micro-batches; ``memory``: as :class:`Folded` says.
 
     :raises DoesNotFold: the laws do not hold, and the whole would take long.
+    :raises TooLarge: a rank needs more than ``memory``, as two numbers of layers show.
     """
-    folded = Folded(source, schedule, chunks, began)
+    folded = Folded(source, schedule, chunks, began, memory)
     if is_whole:
         return folded.whole()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -157,11 +158,15 @@ class _Simulating:
             with warnings.catch_warnings():
                 # Of torch, at every rank: not about what the reader asked.
                 warnings.simplefilter("ignore")
-                peaks = simulated(found.job, one, began, self.is_whole)
+                peaks = simulated(found.job, one, began, self.is_whole, found.memory)
         except Refused as error:
             # Before any layer runs, and of all such candidates.
             self._refused[_options(one)] = reason = f"{one.implementation} refuses: {error}"
             found.rejected.add(reason, one)
+            return
+        except folded.TooLarge as error:
+            found.simulated += 1
+            self._too_large(plan, error.bytes)
             return
         except folded.DoesNotFold as error:
             self._unfolded[_program(one)] = reason = f"not simulated: {error}"
@@ -182,11 +187,17 @@ class _Simulating:
             found.plans.append(plan)
             self._done.add(one.group)
         else:
-            self._tries[one.group] = self._tries.get(one.group, 0) + 1
-            size = f"{plan.bytes / 1e9:,.1f} GB, estimated {plan.estimated.bytes / 1e9:,.1f}"
-            found.rejected.add(
-                "simulated, and a rank needs more memory, or its bound is above", one, size
-            )
+            self._too_large(plan, plan.bytes)
+
+    def _too_large(self, plan: Plan, needed: int) -> None:
+        """Note that a rank of ``plan`` needs too much: so many bytes, or about so many."""
+        one = plan.candidate
+        self._ratio[_alike(one)] = needed / plan.estimated.bytes
+        self._tries[one.group] = self._tries.get(one.group, 0) + 1
+        size = f"{needed / 1e9:,.1f} GB, estimated {plan.estimated.bytes / 1e9:,.1f}"
+        self.found.rejected.add(
+            "simulated, and a rank needs more memory, or its bound is above", one, size
+        )
 
 
 def _only_estimated(plan: Candidate) -> str:
@@ -221,7 +232,12 @@ def source(job: Job, plan: Candidate) -> ShapeSource:
 
 
 def simulated(
-    job: Job, plan: Candidate, began: Callable[[str], None], is_whole: bool = False
+    job: Job,
+    plan: Candidate,
+    began: Callable[[str], None],
+    is_whole: bool = False,
+    memory: int = sys.maxsize,
 ) -> list[folded.Peak]:
     """The peaks of the ranks of ``plan`` that hold most, or bounds of them from above."""
-    return folded.peaks(source(job, plan), plan.schedule, plan.chunks, began, is_whole)
+    made = source(job, plan)
+    return folded.peaks(made, plan.schedule, plan.chunks, began, is_whole, memory)

@@ -1,0 +1,147 @@
+"""Results of operators on fake tensors, remembered by the arguments that decide their shapes.
+
+torch remembers them too, but compares more than one process without symbolic shapes needs: its keys
+and its copies of metadata took more than half of a simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+#: Operators whose result is not decided by shapes, or that give an argument another shape.
+_OTHER = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+)
+#: Operators that change the storage of an argument, or whose results are constants.
+_NEVER = ("set_", "resize_", "resize_as_", "lift", "lift_fresh", "lift_fresh_copy")
+_PLAIN = (
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    torch.dtype,
+    torch.layout,
+    torch.device,
+    torch.memory_format,
+)
+
+
+class _Unknown(Exception):
+    """An argument or a result of a sort that is not remembered."""
+
+
+class _Made(NamedTuple):
+    """A tensor of a result.  ``of``: the place of the argument whose storage it shares, or -1."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    device: torch.device
+    of: int
+
+
+#: A tensor of a result: a new one, or a view; the place of an argument, which it is; or ``None``.
+_Result = _Made | int | None
+#: Key -> the result, and its type if it has several tensors.
+_results: dict[Any, tuple[type | None, Sequence[_Result]]] = {}
+
+
+def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A key of everything that decides the result of ``func``; ``None``: it is not remembered."""
+    if not _is_plain(func):
+        return None
+    try:
+        named = tuple((name, _part(value)) for name, value in kwargs.items()) if kwargs else ()
+        return func, torch.get_default_dtype(), tuple(map(_part, args)), named
+    except _Unknown:
+        return None
+
+
+def recall(mode: FakeTensorMode, key: Any, args: Sequence[Any]) -> tuple[bool, Any]:
+    """Whether a result is known for ``key``, and a new one like it."""
+    if (found := _results.get(key)) is None:
+        return False, None
+    kind, tensors = found
+    made = [_again(mode, one, args) for one in tensors]
+    return True, made[0] if kind is None else kind(made)
+
+
+def remember(key: Any, args: Sequence[Any], result: Any) -> None:
+    """Remember ``result`` for ``key``, if a later call can be given its like."""
+    kind = type(result) if isinstance(result, (tuple, list)) else None
+    try:
+        made = [_described(one, args) for one in ([result] if kind is None else result)]
+    except _Unknown:
+        return
+    own = [one for one in ([result] if kind is None else result) if isinstance(one, Tensor)]
+    storages = {one.untyped_storage()._cdata for one in own}
+    if kind in (None, tuple, list) and (len(own) == 1 or len(storages) == len(own)):
+        _results[key] = kind, made
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """Whether shapes alone decide the results of ``func``."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return False
+    name = func.overloadpacket.__name__
+    return name not in _NEVER and not any(tag in func.tags for tag in _OTHER)
+
+
+def _part(value: Any) -> Any:
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None:
+            raise _Unknown
+        place = value.storage_offset(), value.fake_device
+        return value.dtype, value.shape, value.stride(), place
+    if kind in (list, tuple):
+        return tuple(map(_part, value))
+    if kind in _PLAIN:
+        return kind, value  # 1, 1.0 and True are equal
+    raise _Unknown
+
+
+def _described(tensor: Any, args: Sequence[Any]) -> _Result:
+    if tensor is None:
+        return None
+    for place, given in enumerate(args):
+        if given is tensor:
+            return place
+    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.is_complex():
+        raise _Unknown
+    storage, of = tensor.untyped_storage(), -1
+    for place, given in enumerate(args):
+        is_tensor = type(given) is FakeTensor
+        if is_tensor and given.untyped_storage()._cdata == storage._cdata:
+            of = place
+    shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+    if of < 0:
+        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        held = (last + 1 if tensor.numel() else 0) * tensor.element_size()
+        if offset or storage.nbytes() != held:
+            raise _Unknown
+    return _Made(tensor.dtype, shape, stride, offset, tensor.fake_device, of)
+
+
+def _again(mode: FakeTensorMode, one: _Result, args: Sequence[Any]) -> Any:
+    if not isinstance(one, _Made):
+        return None if one is None else args[one]
+    # No mode is active here, so both are plain tensors of the device meta.
+    if one.of < 0:
+        inner = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
+    else:
+        inner = torch.empty(0, dtype=one.dtype, device="meta")
+        inner.set_(args[one.of].untyped_storage(), one.offset, one.shape, one.stride)
+    return FakeTensor(mode, inner, one.device)
