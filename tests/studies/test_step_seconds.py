@@ -10,10 +10,10 @@ import math
 import pytest
 
 from shardproof.bench.collectives import OPERATIONS
-from shardproof.bench.subjects import GroupRecord, ProbeRecord, RankRounds
+from shardproof.bench.subjects import GroupRecord, ProbeRecord
 from shardproof.simulate import machines
 from shardproof.verdicts import BROKEN, HELD, NOT_DECIDED
-from tools.studies import step_seconds
+from tools.studies import step_seconds, step_turns
 from tools.studies.model_check import CODES
 
 #: Seconds of steps that vary by 3 % from round to round.
@@ -40,25 +40,23 @@ def test_a_doubled_prediction_never_holds(noise: float) -> None:
     assert step_seconds.judge([2.0] * len(real), real)[1] != "holds"
 
 
-def probed(rates: list[float], alpha: float, beta: float) -> RankRounds:
-    """A rank with such FLOP rates, and calls of these constants, in as many sweeps."""
+def probed(rates: list[float], alpha: float, beta: float) -> ProbeRecord:
+    """Probes with such FLOP rates, and calls of these constants, in as many sweeps."""
     calls = []
     for operation in OPERATIONS:
         # Rounds, and payloads that one of 2 ranks sends; reduce-scatter is an all-reduce of gloo.
         rounds, volume = {"all_gather": (1, 0.5), "broadcast": (1, 1)}.get(operation, (2, 1))
-        for size in step_seconds.PAYLOADS:
+        for size in step_turns.PAYLOADS:
             seconds = rounds * alpha + volume * size * beta
             calls.append((operation, size, [seconds] * len(rates)))
     used = dict.fromkeys(OPERATIONS, (2.0, 1.0))
-    probes = ProbeRecord({"": GroupRecord(2, calls, used)}, rates, [1e10] * len(rates))
-    return RankRounds(0, [0], 1, [], [], probes)
+    return ProbeRecord({"": GroupRecord(2, calls, used)}, rates, [1e10] * len(rates))
 
 
 def test_the_machine_has_the_constants_of_the_probes() -> None:
     fast, slow = probed([8e10, 6e10, 9e10], 1e-4, 1e-9), probed([7e10, 7e10, 5e10], 1e-4, 1e-9)
-    on = step_seconds.machine([fast, slow], slice(None))
+    on = step_seconds.machine([fast, slow])
     assert on.flops == {"float32": 6e10}  # of 7, 6 and 5, those of the slower rank
-    assert step_seconds.machine([fast, slow], slice(0, 1)).flops == {"float32": 7e10}
     assert math.isclose(on.intra.bandwidth, 1e9) and math.isclose(on.intra.latency, 1e-4)
     assert (on.bandwidth, on.busy) == (1e10, 0.5)
     assert on.gap == machines.small_operator_seconds()
@@ -67,19 +65,24 @@ def test_the_machine_has_the_constants_of_the_probes() -> None:
 def test_steps_and_constants_take_turns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two systems, two rounds: constants before the first step and after each."""
-    seen = []
+    """Two systems, two rounds: constants before and after the two steps of each turn."""
+    seen: list[tuple[list[float], ...]] = []
+
+    def judged(*both: list[float]) -> tuple[str, str]:
+        seen.append(both)
+        return "2.00", "broken"
+
     monkeypatch.setattr(step_seconds, "PARAMS", {"width": 32, "heads": 4, "layers": 1, "seq": 8})
-    original = step_seconds.seconds
+    monkeypatch.setattr(step_seconds, "judge", judged)
+    original = step_seconds.row
 
-    def watched(runs, told, number):  # type: ignore[no-untyped-def]
-        seen.append(told)
-        predicted, real = original(runs, told, number)
-        assert len(predicted) == len(real) == 2 and min(*predicted, *real) > 0
-        return [[2 * seconds for seconds in real], real]
+    def watched(run, turns):  # type: ignore[no-untyped-def]
+        for records, steps in (turn for rank in turns for turn in rank):
+            assert len(records.flop_rates) == len(steps) == 2
+        return original(run, turns)
 
-    monkeypatch.setattr(step_seconds, "seconds", watched)
+    monkeypatch.setattr(step_seconds, "row", watched)
     assert step_seconds.run(["reference/ddp", "reference/zero1"], rounds=2) == BROKEN
-    assert {len(one.probes.flop_rates) for told in seen for one in told} == {5}
-    out = capsys.readouterr().out
-    assert out.count("| 2.00 [2.00, 2.00] | broken |") == 2 and "Median constants" in out
+    assert [len(each) for both in seen for each in both] == [2] * 4
+    assert min(seconds for both in seen for each in both for seconds in each) > 0
+    assert capsys.readouterr().out.count("| 2.00 | broken |") == 2

@@ -3,11 +3,11 @@
 The prediction is that of ``shardproof simulate --machine here``, from constants of the machine that
 the same ranks measure between the steps of each system:
 
-    round 1    constants  DDP  constants  FSDP  constants  tensor  constants
-    round 2               DDP  ...
+    round 1    constants  DDP  constants    constants  FSDP  constants    constants  tensor  ...
+    round 2    constants  DDP  ...
 
-So other load slows both.  The figure of a round is ln(predicted / real), predicted from the
-constants before and after the steps.  No constant comes from a step.
+So other load slows both.  The figure of a turn is ln(predicted / real), predicted from the
+constants before and after its steps.  No constant comes from a step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ import typer
 from shardproof import verdicts
 from shardproof.backends import USUAL_PROCESSES
 from shardproof.bench import sides, stats
-from shardproof.bench.arm import Arm, everybody
-from shardproof.bench.collectives import OPERATIONS
 from shardproof.bench.leader_tasks import answering, on_ranks
-from shardproof.bench.model import alpha_beta, probes
-from shardproof.bench.on_rank import pin
+from shardproof.bench.model import alpha_beta
 from shardproof.bench.session import Session
-from shardproof.bench.subjects import ProbeRecord, RankRounds, SideRun
+from shardproof.bench.subjects import ProbeRecord, SideRun
 from shardproof.cluster import head
 from shardproof.cluster.shape import Shape, Words
 from shardproof.commands import options
@@ -43,65 +40,34 @@ from shardproof.simulate.sources import CaseSource
 from shardproof.table import Table
 from tools.studies.convergence.on_nodes import PROGRAM
 from tools.studies.model_check import CODES, DEADLINE, runs_of, verdict
+from tools.studies.step_turns import WORLD, Turns, measure
 
-WORLD = 2
 SYSTEMS = ("reference/ddp", "reference/fsdp", "reference/tensor")
 #: A step takes half a second on an idle core, nearly all of it in kernels.
 PARAMS, BATCH = {"width": 512, "heads": 8, "layers": 4, "seq": 128}, 8
-#: The products and the payload bytes by which ``--machine here`` is measured; products several
-#: times, because most of a step is products.
-PRODUCTS = [((1, 1024, 1024, 1024), 1)] * 10
-PAYLOADS = (2**12, 2**18, 2**22, 2**24)
-HEADINGS = ("system", "predicted s", "real s", "predicted / real [95 %]", "within 0.85 to 1.15")
-
-
-def measure(runs: Sequence[SideRun], rounds: int, number: int) -> RankRounds:
-    """The measurements of rank ``number``."""
-    cores = pin(number, WORLD, threads=False)
-    control = everybody(USUAL_PROCESSES, WORLD)
-    arms = [Arm(run, number) for run in runs]
-    for arm in arms:  # after all groups are made
-        arm.set_up().seconds(probes.WARM)
-    prober = probes.Probes(control, dict.fromkeys(OPERATIONS, PAYLOADS), PRODUCTS)
-    prober.sweep()
-    prober.forget()  # it was warm-up
-    prober.sweep()
-    steps = [list[list[float]]() for _ in arms]
-    for _ in range(rounds):
-        for arm, segments in zip(arms, steps, strict=True):
-            control.barrier()
-            segments.append(arm.seconds(probes.STEPS))
-            control.barrier()
-            prober.sweep()
-    for arm in arms:
-        arm.close()
-    return RankRounds(number, cores, 1, [], steps, prober.record())
+HEADINGS = (
+    *("system", "predicted s", "real s", "GFLOP/s", "copy GB/s", "link MB/s", "hop us", "busy"),
+    *("predicted / real [95 %]", "0.85 to 1.15"),
+)
 
 
 @answering
-def lead(task: tuple[Sequence[SideRun], int, Path]) -> list[RankRounds]:
-    """The measurements of all ranks."""
+def lead(task: tuple[Sequence[SideRun], int, Path]) -> list[Turns]:
+    """The turns of all ranks."""
     runs, rounds, workdir = task
-    return on_ranks(runs[0], workdir, RankRounds, partial(measure, runs, rounds))
+    return on_ranks(runs[0], workdir, Turns, partial(measure, runs, rounds))
 
 
-def machine(told: Sequence[RankRounds], sweeps: slice) -> machines.Machine:
-    """The machine by these ``sweeps``: of each the slowest rank, of several the median."""
-    records = []
-    for record in (one.probes for one in told):
-        group = record.groups[""]
-        calls = [(name, size, seconds[sweeps]) for name, size, seconds in group.collectives]
-        rates = record.flop_rates[sweeps], record.byte_rates[sweeps]
-        records.append(ProbeRecord({"": replace(group, collectives=calls)}, *rates))
+def machine(records: Sequence[ProbeRecord]) -> machines.Machine:
+    """The machine by the probes of a turn: of each the slowest rank, of both sweeps the median."""
     found = alpha_beta.machine(USUAL_PROCESSES, records)
+    fits, rates = found.fits.values(), {"float32": found.flop_rate or 0.0}
     # A link has one alpha and one beta, as in ``machines.link_of``; load can hide one of them.
-    fits = found.fits.values()
     alpha = statistics.median([fit.alpha for fit in fits if fit.alpha] or [0.0])
-    beta = statistics.median([fit.beta for fit in fits if fit.beta])
-    busy = min(1.0, statistics.median(fit.busy for fit in fits))
-    constants = {"float32": found.flop_rate or 0.0, "bandwidth": found.byte_rate}
-    constants["gap"] = machines.small_operator_seconds()
-    return machines.of_rates(constants, machines.Link(1 / beta, alpha), WORLD, busy)
+    link = machines.Link(1 / statistics.median([fit.beta for fit in fits if fit.beta]), alpha)
+    rates |= {"bandwidth": found.byte_rate, "gap": machines.small_operator_seconds()}
+    busy = statistics.median(fit.busy for fit in fits)
+    return machines.of_rates(rates, link, WORLD, min(1.0, busy))
 
 
 class _Healthy(CaseSource):
@@ -114,20 +80,23 @@ class _Healthy(CaseSource):
         return False
 
 
-def seconds(runs: Sequence[SideRun], told: Sequence[RankRounds], number: int) -> list[list[float]]:
-    """Predicted and real seconds of a step of system ``number``, by round."""
-    run, rounds = runs[number], [*zip(*(one.together[number] for one in told), strict=True)]
+def row(run: SideRun, turns: Sequence[Sequence[tuple[ProbeRecord, list[float]]]]) -> list[str]:
+    """The row of a system, from its turns by rank."""
     made = simulate(_Healthy(replace(run.case(), steps=2), ()), range(WORLD))
-    places = (turn * len(runs) + number for turn in range(len(rounds)))
-    around = (machine(told, slice(place, place + 2)) for place in places)
-    predicted = [step_seconds(made, on, run.axes).seconds for on in around]
-    return [predicted, [max(map(statistics.fmean, ranks)) for ranks in rounds]]
+    on = [machine([record for record, _ in ranks]) for ranks in zip(*turns, strict=True)]
+    predicted = [step_seconds(made, each, run.axes).seconds for each in on]
+    real = [max(statistics.fmean(s) for _, s in ranks) for ranks in zip(*turns, strict=True)]
+    rates = [(each.flops["float32"] / 1e9, each.bandwidth / 1e9) for each in on]
+    links = [(each.intra.bandwidth / 1e6, each.intra.latency * 1e6, each.busy) for each in on]
+    columns = predicted, real, *zip(*rates, strict=True), *zip(*links, strict=True)
+    middle = (f"{statistics.median(column):,.2f}" for column in columns)
+    return [run.name, *middle, *judge(predicted, real)]
 
 
 def judge(predicted: Sequence[float], real: Sequence[float]) -> tuple[str, str]:
     """The mean ratio with its interval, in words, and the verdict on it."""
-    found = stats.estimate([math.log(a / b) for a, b in zip(predicted, real, strict=True)])
-    ratio, low, high = map(math.exp, (found.mean, found.low, found.high))
+    logs = [math.log(a / b) for a, b in zip(predicted, real, strict=True)]
+    ratio, low, high = (stats.estimate(logs).ratios()[key] for key in ("ratio", "low", "high"))
     return f"{ratio:.2f} [{low:.2f}, {high:.2f}]", verdict(low - 1, high - 1)
 
 
@@ -140,26 +109,18 @@ def run(
 
     Exit codes: 0 the ratio of each system holds, 1 one is broken, 3 one is inconclusive.
     """
-    load, rows = os.getloadavg()[0], list[tuple[str, ...]]()
-    work = sides.spec_of("charnames_gpt", "", PARAMS, BATCH, 1, 0)
+    load, work = os.getloadavg()[0], sides.spec_of("charnames_gpt", "", PARAMS, BATCH, 1, 0)
     runs = [
         replace(runs_of(name, USUAL_PROCESSES, WORLD)[0], name=name, workload=work)
         for name in systems or SYSTEMS
     ]
     with Session() as session:
         task = runs, rounds, session.folder()
-        told = session.lead(lead, list[RankRounds], "step-seconds", task, DEADLINE)
-    for number, each in enumerate(runs):
-        both = seconds(runs, told, number)
-        rows.append((each.name, *(f"{statistics.median(t):.3f}" for t in both), *judge(*both)))
-    on = machine(told, slice(None))
-    text = Table("", HEADINGS, rows).markdown() + (
-        f"\n{rounds} rounds; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after. "
-        f"Median constants of a rank: {on.flops['float32'] / 1e9:.0f} GFLOP/s, a copy "
-        f"{on.bandwidth / 1e9:.1f} GB/s, a small operator {on.gap * 1e6:.1f} us; link "
-        f"{on.intra.bandwidth / 1e6:,.0f} MB/s, {on.intra.latency * 1e6:,.0f} us a hop, "
-        f"{on.busy:.0%} of a call on the core.\n"
-    )
+        told = session.lead(lead, list[Turns], "step-seconds", task, DEADLINE)
+    of_each = ([turns[number :: len(runs)] for turns in told] for number in range(len(runs)))
+    rows = [*map(row, runs, of_each)]
+    text = Table("", HEADINGS, rows).markdown()
+    text += f"\n{rounds} rounds; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after.\n"
     print(text, end="")
     if results is not None:
         options.write(results / "step-seconds.md", text)
