@@ -64,7 +64,7 @@ class RoundsToMeasure:
     workdir: Path
 
 
-def _answering(work: Callable[[P], object]) -> Callable[[P], Any]:
+def answering(work: Callable[[P], object]) -> Callable[[P], Any]:
     """The task of a leader that does ``work``: its ``answer``, or the ``problem`` of a launch."""
 
     @wraps(work)
@@ -115,7 +115,7 @@ def examine(task: Examination) -> Any:
     return {"sides": sides, "gpus": gpus}
 
 
-@_answering
+@answering
 def time_launch(task: tuple[subjects.Launch, Path]) -> Timed:
     """Time the blocks of a launch; where it probes the model a step is watched before."""
     from shardproof.bench import timed_ranks
@@ -139,7 +139,7 @@ def time_launch(task: tuple[subjects.Launch, Path]) -> Timed:
     return Timed(on_ranks(launch.first, workdir, subjects.RankTimes, program), watched)
 
 
-@_answering
+@answering
 def one_side(
     task: tuple[str, subjects.SideRun, Path],
 ) -> Sequence[subjects.StepBytes | subjects.AloneRecord]:
@@ -157,7 +157,7 @@ def one_side(
     return on_ranks(run, workdir, subjects.StepBytes, program, ledgers=True)
 
 
-@_answering
+@answering
 def measure_rounds(task: RoundsToMeasure) -> subjects.Rounds:
     """Steps of runs with and without traffic, in rounds."""
     from shardproof.bench.model import probes
@@ -176,7 +176,7 @@ def measure_rounds(task: RoundsToMeasure) -> subjects.Rounds:
     )
 
 
-@_answering
+@answering
 def time_collectives(task: tuple[Request, Path]) -> Sequence[collective_times.Timed]:
     """Collectives of a backend and of the suite, in turns."""
     from shardproof.bench import collectives

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,7 +49,9 @@ class Machine:
     """Figures of one GPU and of its links; ``machines.yaml`` says what each is.
 
     ``node``: GPUs that share the links ``intra``; between nodes each has a link ``inter`` of its
-    own.
+    own.  ``busy``: share of the seconds of a call in which the rank that computes moves the bytes
+    itself, so that no compute hides them.  ``carried_out``: operation -> the one that the backend
+    carries it out as.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Machine:
     intra: Link
     inter: Link
     call: float
+    busy: float = 0.0
+    carried_out: Mapping[str, str] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the data sheet in ``dtype``; those of float32 if the sheet has no figure."""
@@ -127,14 +131,20 @@ def measured() -> Machine:
     :raises MachineError: the measurement failed.
     """
     cores = len(os.sched_getaffinity(0))
-    rates = _rates(cores)
-    link = _link()
+    return of_rates(_rates(cores), _link(), cores)
+
+
+def of_rates(rates: Mapping[str, float], link: Link, cores: int, busy: float = 1.0) -> Machine:
+    """This machine with rates as :func:`print_rates` prints them, a rank on each core.
+
+    Over the loopback interface cores copy every byte, and all of them compute: ``busy`` is 1.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
     # Shares are 1, because the measured rates were reached.  ``gap`` is a small operator's time.
     return Machine(
         name=HERE,
         says=f"this machine, {cores} cores, measured",
-        flops={dtype: rates[dtype] for dtype in _DTYPES},
+        flops={dtype: rates[dtype] for dtype in _DTYPES if dtype in rates},
         matrix_share=1.0,
         attention_share=1.0,
         memory=memory,
@@ -145,6 +155,9 @@ def measured() -> Machine:
         intra=link,
         inter=link,
         call=0.0,
+        busy=busy,
+        # torch's gloo sums everything on every rank and keeps a part.
+        carried_out={"reduce_scatter": "all_reduce"},
     )
 
 
@@ -174,9 +187,17 @@ def print_rates() -> None:
         found[dtype] = 2 * _ROWS**3 / _took(lambda a=left, b=right: a @ b)  # type: ignore[misc]
     source, target = (torch.ones(_COPIED // 4) for _ in range(2))
     found["bandwidth"] = 2 * _COPIED / _took(lambda: target.copy_(source))
-    few = torch.ones(8)
-    found["gap"] = _took(lambda: few.add_(1.0))
+    found["gap"] = small_operator_seconds()
     print(json.dumps(found))
+
+
+@cache
+def small_operator_seconds() -> float:
+    """Seconds of an operator on a few numbers: nearly all of it is overhead."""
+    import torch
+
+    few = torch.ones(8)
+    return _took(lambda: few.add_(1.0))
 
 
 def _took(work: Callable[[], object]) -> float:

@@ -163,7 +163,8 @@ def call_seconds(operation: str, size: float, group: Sequence[int], machine: Mac
     place = Placement.of(group, machine.node)
     if place.ranks < 2:
         return 0.0
-    return machine.call + _COSTS[operation](size, place, machine)
+    carried_out = machine.carried_out.get(operation, operation)
+    return machine.call + _COSTS[carried_out](size, place, machine)
 
 
 def _ring(hops: int, turns: int, size: float, place: Placement, machine: Machine) -> float:
@@ -354,6 +355,9 @@ class _Played:
         self.free[stream] = self.ends[first.issued] = begin + took
         self.busy[stream] = self.busy.get(stream, 0.0) + took
         self.communication += took
+        # The core that computes moves the bytes itself; the rest of the call runs by itself.
+        self.exposed += took * self.machine.busy
+        self.clock += took * self.machine.busy
 
     def _is_scheduled(self, call: LoggedCall) -> bool:
         """Whether ``call`` is a message between computations of stages.  Others belong to a ring

@@ -321,11 +321,11 @@ def told_of(factor: float, compute: float = 0.02, rounds: int = 5) -> Rounds:
 def test_the_tool_finds_a_planted_disagreement(factor: float, held: bool) -> None:
     given = model_check.runs_of("reference/ddp", "gloo", 2)
     rows, found = model_check.judge(given, told_of(factor))
-    assert [model_check.verdict(row) for row in rows] == ["yes" if held else "NO"] * len(
-        model_check.SIZES
-    )
+    assert [model_check.verdict(row.low, row.high) for row in rows] == [
+        "holds" if held else "broken"
+    ] * len(model_check.SIZES)
     restless = dataclasses.replace(rows[0], low=-0.3, high=0.3)
-    assert model_check.verdict(restless) == "open"
+    assert model_check.verdict(restless.low, restless.high) == "inconclusive"
     for row in rows:
         assert row.error == pytest.approx(factor - 1, abs=0.02)
         assert row.low <= row.error <= row.high
@@ -333,7 +333,7 @@ def test_the_tool_finds_a_planted_disagreement(factor: float, held: bool) -> Non
         assert row.card.achieved_over_probed is not None
     assert found.fits["all_reduce"].residual < 1e-9
     text = model_check.markdown(given, rows, found)
-    assert text.count("| NO |") == (0 if held else len(rows))
+    assert text.count("| broken |") == (0 if held else len(rows))
     assert math.isclose(found.fits["all_reduce"].beta, 1e-9)
 
 

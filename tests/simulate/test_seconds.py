@@ -213,6 +213,24 @@ def test_a_call_hides_behind_what_is_computed_before_its_wait(
     assert found.least == 3.0 <= found.seconds and found.idle == 0.0
 
 
+@pytest.mark.parametrize(("busy", "exposed"), [(0.0, 0.0), (0.25, 0.25), (1.0, 1.0)])
+def test_no_compute_hides_the_share_of_a_call_that_the_computing_core_carries_out(
+    busy: float, exposed: float
+) -> None:
+    operators = [second(1), second(3), second(4)]
+    made = [rank(operators, [call(1, 4, SECOND)])]
+    found = step_seconds(made, replace(ROUND, busy=busy), {"shard": 2})
+    assert found.exposed == pytest.approx(exposed, abs=1e-5)
+    assert found.seconds == pytest.approx(3 + exposed, abs=1e-5) and found.compute == 3.0
+
+
+def test_a_call_takes_as_long_as_the_one_that_the_backend_carries_it_out_as() -> None:
+    as_sum = replace(ROUND, carried_out={"reduce_scatter": "all_reduce"})
+    whole = call_seconds("all_reduce", 1e9, range(4), ROUND)
+    assert call_seconds("reduce_scatter", 1e9, range(4), as_sum) == whole
+    assert call_seconds("reduce_scatter", 1e9, range(4), ROUND) == pytest.approx(whole / 2)
+
+
 def test_calls_of_one_group_follow_each_other_and_those_of_two_do_not() -> None:
     for groups, exposed in ((((0, 1), (0, 1)), 1.0), (((0, 1), (0, 2)), 0.0)):
         calls = [call(n, 5 + n, SECOND, group=group) for n, group in enumerate(groups, 1)]

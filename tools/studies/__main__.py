@@ -14,6 +14,7 @@ from tools.studies import (
     false_alarms,
     model_check,
     overhead,
+    step_seconds,
     training,
 )
 from tools.studies.convergence import on_nodes
@@ -31,6 +32,7 @@ for _name, _command, _help in (
     ("overhead", overhead.run, "The cost of the largest schedules."),
     ("false-alarms", false_alarms.run, "How often `bench` errs on this machine."),
     ("model-check", model_check.run, "Does the model of step times hold here?"),
+    ("step-seconds", step_seconds.run, "Are predicted seconds of a step right here?"),
     ("backends", backends.command, "Equal bits, and CPU seconds, on several backends."),
     ("autopsies", autopsies.run, "Does each hang, and only a hang, get the right cause?"),
     ("checkpoints", checkpoints.run, "Random clean saves, loads and reshapes: does any fail?"),
@@ -38,13 +40,11 @@ for _name, _command, _help in (
     ("training", training.run, "The cost of `Training` over the plain loop of a strategy."),
     ("elastic", elastic.command, "Kill workers and agents of torchrun: are numbers right?"),
     ("mutation", mutation.command, "Which systematic faults of the strategies survive?"),
+    ("convergence-on-nodes", on_nodes.command, "`convergence` in containers on a network."),
+    ("step-seconds-on-nodes", step_seconds.on_nodes, "`step-seconds` in containers on a network."),
 ):
-    studies.command(_name, short_help=_help)(_command)
-studies.command(
-    "convergence-on-nodes",
-    context_settings={"ignore_unknown_options": True},
-    short_help="`convergence` in containers, with a network between them.",
-)(on_nodes.command)
+    _settings = {"ignore_unknown_options": _name.endswith("-on-nodes")}
+    studies.command(_name, short_help=_help, context_settings=_settings)(_command)
 
 if __name__ == "__main__":
     main.main(studies)

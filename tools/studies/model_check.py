@@ -45,6 +45,7 @@ BATCH = 4
 LADDER = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
 #: Relative disagreement that the measure allows.
 LIMIT = 0.15
+CODES = {"holds": verdicts.HELD, "inconclusive": verdicts.NOT_DECIDED, "broken": verdicts.BROKEN}
 #: Seconds of a launch, at most.
 DEADLINE = 900.0
 
@@ -53,8 +54,8 @@ INTRODUCTION = """\
 
 Written by `python -m tools.studies model-check`; method: [docs/model.md](../../docs/model.md).
 Models of three sizes train side by side. None of their messages has a probed size, and none of
-their steps is in the fit. Limit: 15 % for the whole interval. `open`: the machine was too noisy
-to decide.
+their steps is in the fit. Limit: 15 % for the whole interval. `inconclusive`: the machine was too
+noisy to decide.
 """
 #: Those of predictions, of scorecards and of what alpha and beta were fitted to.
 HEADINGS: Sequence[tuple[str, ...]] = (
@@ -147,13 +148,13 @@ def judge(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alpha_b
     return scores, machine
 
 
-def verdict(score: Score) -> str:
-    """`yes` if the whole interval is within the limit, `NO` if all of it is outside, else
-    `open`.
+def verdict(low: float, high: float) -> str:
+    """`holds` if the interval of a relative error lies within the limit, `broken` if all of it is
+    outside, else `inconclusive`.
     """
-    if score.low >= -LIMIT and score.high <= LIMIT:
-        return "yes"
-    return "NO" if score.low > LIMIT or score.high < -LIMIT else "open"
+    if low >= -LIMIT and high <= LIMIT:
+        return "holds"
+    return "broken" if low > LIMIT or high < -LIMIT else "inconclusive"
 
 
 def markdown(
@@ -181,7 +182,7 @@ def markdown(
                 f"({1e3 * made.low_seconds:.1f} to {1e3 * made.high_seconds:.1f})",
                 f"{1e3 * score.measured_seconds:.1f}",
                 f"{score.error:+.1%} [{score.low:+.1%}, {score.high:+.1%}]",
-                verdict(score),
+                verdict(score.low, score.high),
             )
         )
         ratios = f"{card.achieved_over_predicted:.3f}", f"{card.exposed_share:.1%}"
@@ -244,5 +245,4 @@ def run(
     print(text, end="")
     if out is not None:
         write_whole(out, text)
-    codes = {"yes": verdicts.HELD, "open": verdicts.NOT_DECIDED, "NO": verdicts.BROKEN}
-    return verdicts.gravest(codes[verdict(score)] for score in scores)
+    return verdicts.gravest(CODES[verdict(score.low, score.high)] for score in scores)
