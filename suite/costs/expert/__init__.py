@@ -107,16 +107,18 @@ class ExpertParallel(CostModel):
 
     def rows(self, rank: int, layer: str) -> int:
         """Rows of a step that leave ``rank``, and those that come to it."""
-        own = self.facts.place(rank, self.axis)
-        leaving = sum(self.asked(rank, layer, other) for other in range(self.ranks) if other != own)
-        others = [peer for peer in self.group_of(rank) if peer != rank]
-        return leaving + sum(self.asked(peer, layer, own) for peer in others)
+        at, asked = self.facts.place(rank, self.axis), self.asked[layer]
+        return sum(asked[rank]) + sum(asked[r][at] for r in self.groups[rank]) - 2 * asked[rank][at]
 
-    def asked(self, rank: int, layer: str, place: int) -> int:
-        """Rows of ``rank`` in a step that the experts at ``place`` of the axis compute."""
-        by_expert = self.chosen(layer)[self.facts.place(rank, self.facts.group())]
-        each = len(by_expert) // self.ranks
-        return sum(by_expert[place * each : (place + 1) * each])
+    @cached_property
+    def asked(self) -> dict[str, list[list[int]]]:
+        """By layer and rank: its rows in a step that the experts at each place compute."""
+        group, asked = self.facts.group(), {}
+        for layer, tensor in self.layers.items():
+            cuts = range(0, tensor.shape[0], max(tensor.shape[0] // self.ranks, 1))
+            sums = [[sum(n[at : at + cuts.step]) for at in cuts] for n in self.chosen(layer)]
+            asked[layer] = [sums[self.facts.place(r, group)] for r in range(self.facts.world)]
+        return asked
 
     def chosen(self, layer: str) -> list[tuple[int, ...]]:
         """How many rows of a step each expert of ``layer`` computes, by data coordinate."""
@@ -127,16 +129,16 @@ class ExpertParallel(CostModel):
         # A rank without micro-batches asks for nothing, and has no entry.
         return [counts.get(layer, ()) for counts in shares]
 
-    def group_of(self, rank: int) -> list[int]:
-        """The ranks that share experts with ``rank``, itself among them."""
-        facts, at = self.facts, self.facts.coordinate(rank)
-        others = {name: place for name, place in at.items() if name != self.axis}
-        return [r for r in range(facts.world) if others.items() <= facts.coordinate(r).items()]
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        """By rank: the ranks that share experts with it, itself among them."""
+        at = [{**self.facts.coordinate(r), self.axis: 0} for r in range(self.facts.world)]
+        return [[r for r, other in enumerate(at) if other == own] for own in at]
 
     def rounds_of(self, rank: int) -> int:
         """Rounds of the group of ``rank``: as many as its busiest member has micro-batches."""
         facts = self.facts
-        coordinates = [facts.data_coordinate(member) for member in self.group_of(rank)]
+        coordinates = [facts.data_coordinate(member) for member in self.groups[rank]]
         return max(facts.micro_batches_of(one, facts.step) for one in coordinates)
 
     def metadata_bytes(self) -> int:
