@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardproof.backends.errors import CollectiveMismatch, name_ranks
-from shardproof.backends.request import Chunks, Request, chunks, wholes
+from shardproof.backends.request import Chunks, Request, Rows, chunks, wholes
 from shardproof.table import grouped
 
 #: ``(destination, value)``: to be copied into the destination, which belongs to one rank.
@@ -149,10 +149,17 @@ def _scatter(requests: list[Request]) -> Result:
 
 
 def _all_to_all(requests: list[Request]) -> Result:
-    for source, giver in enumerate(requests):
-        taken = _storages(giver)
-        for rank, request in enumerate(requests):
-            yield rank, request.outputs[0][source], _stable(giver.inputs[0][rank], taken)
+    taken, inputs = [_storages(r) for r in requests], [r.inputs[0] for r in requests]
+    given = [one.whole.split(one.sizes) if isinstance(one, Rows) else one for one in inputs]
+    for rank, target in enumerate(r.outputs[0] for r in requests):
+        arriving = [parts[rank] for parts in given]
+        # One copy a rank: N copies for each of N ranks would take longer than all the rest.
+        shapes = [value.shape for value in arriving]
+        if isinstance(target, Rows) and shapes == [(n, *target.row) for n in target.sizes]:
+            yield rank, target.whole, torch.cat(arriving)
+            continue
+        values = zip(target, map(_stable, arriving, taken), strict=True)
+        yield from ((rank, place, value) for place, value in values)
 
 
 _OPERATIONS: dict[str, Callable[[list[Request]], Result]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Request:
         """The properties that must be equal in the calls of all ranks, sizes included, in words."""
         if self.operation in _UNEQUAL:
             every = self.outputs if self.operation == "scatter" else self.inputs
-            dtypes = {_name(t.dtype) for item in every for t in item}
+            dtypes = {_name(t.dtype) for item in every for t in wholes(item)}
             return f"{self.operation} {self.reduce} {self.root} {sorted(dtypes)}"
         if self.operation == "all_gather":  # ranks may give tensors of different sizes in a list
             received = "+".join(str(n) for item in self.outputs for n in _sizes(item))
@@ -90,11 +91,8 @@ class Request:
         sides = self.outputs if received else self.inputs
         totals: dict[torch.dtype, int] = {}
         for item in sides:
-            for index, tensor in enumerate(wholes(item)):
-                if self.operation == "all_to_all" and index == rank:
-                    continue
-                bytes_ = tensor.numel() * tensor.element_size()
-                totals[tensor.dtype] = totals.get(tensor.dtype, 0) + bytes_
+            for tensor in _leaving(item, rank) if self.operation == "all_to_all" else wholes(item):
+                totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.nbytes
         loads = []
         for dtype, payload in totals.items():
             share = traffic.share_sent(self.operation, size, rank, self.root, payload)
@@ -132,9 +130,34 @@ class Chunks(Sequence[Tensor]):
         return self._parts[place]  # an IndexError beyond the last ends an iteration
 
 
+class Rows(Sequence[Tensor]):
+    """Groups of rows of ``whole``, a contiguous tensor; a group becomes a view when asked for."""
+
+    def __init__(self, whole: Tensor, sizes: Sequence[int]) -> None:
+        self.whole, self.sizes, self.row = whole.detach(), list(sizes), tuple(whole.shape[1:])
+        self.ends = [0, *accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, place: Any) -> Any:
+        at = range(len(self))[place]
+        return self._group(at) if isinstance(at, int) else [self._group(one) for one in at]
+
+    def _group(self, at: int) -> Tensor:
+        return self.whole[self.ends[at] : self.ends[at + 1]]
+
+
 def wholes(item: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors of ``item``; those that are equal parts of one as that one."""
-    return [item.whole] if isinstance(item, Chunks) else item
+    """The tensors of ``item``; those that are parts of one as that one."""
+    return [item.whole] if isinstance(item, Chunks | Rows) else item
+
+
+def _leaving(item: Sequence[Tensor], rank: int) -> Sequence[Tensor]:
+    """``item`` without the part for ``rank``; of one tensor, what lies before and behind it."""
+    if isinstance(item, Rows) and len(item) > 1:
+        return item.whole[: item.ends[rank]], item.whole[item.ends[rank + 1] :]
+    return [tensor for place, tensor in enumerate(item) if place != rank]
 
 
 def _sizes(item: Sequence[Tensor]) -> Iterable[int]:
@@ -155,16 +178,14 @@ def chunks(tensor: Tensor, size: int) -> Sequence[Tensor]:
     return Chunks(tensor, size) if tensor.is_contiguous() else rows(tensor, None, size)
 
 
-def rows(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
+def rows(tensor: Tensor, splits: Sequence[int] | None, size: int) -> Sequence[Tensor]:
     """``size`` groups of rows of ``tensor``: of the sizes ``splits``, or equal ones."""
-    count = tensor.shape[0]
-    if splits:
-        if len(splits) != size or sum(splits) != count:
-            raise ValueError(f"split sizes {list(splits)}: expected {size} sizes with sum {count}")
-        return list(tensor.detach().split(list(splits)))
-    if count % size:
-        raise ValueError(f"{count} rows cannot be cut into {size} equal parts")
-    return list(tensor.detach().split([count // size] * size))
+    if splits and (len(splits) != size or sum(splits) != len(tensor)):
+        raise ValueError(f"split sizes {splits}: expected {size} sizes with sum {len(tensor)}")
+    if not splits and len(tensor) % size:
+        raise ValueError(f"{len(tensor)} rows cannot be cut into {size} equal parts")
+    sizes = list(splits or [len(tensor) // size] * size)
+    return Rows(tensor, sizes) if tensor.is_contiguous() else list(tensor.detach().split(sizes))
 
 
 def _name(dtype: torch.dtype) -> str:

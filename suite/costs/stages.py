@@ -44,11 +44,8 @@ class Stages:
     @cached_property
     def _holders(self) -> Mapping[int, list[int]]:
         """The stages that hold each unit."""
-        found = dict[int, list[int]]()
-        for stage, units in enumerate(self.units):
-            for unit in units:
-                found.setdefault(unit, []).append(stage)
-        return found
+        pairs = [(unit, stage) for stage, units in enumerate(self.units) for unit in units]
+        return {unit: [stage for of, stage in pairs if of == unit] for unit, _ in pairs}
 
     def ranks(self, tensor: TensorFacts) -> list[int]:
         """The ranks of the pipe axis that hold ``tensor``, in the order of its stages."""

@@ -137,11 +137,13 @@ class Experts(nn.Module):
     def compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """The outputs of ``rows``, which are sorted by expert; ``sizes``: how many each has.
 
-        An expert without rows computes nothing of zero rows: its gradient is 0, not missing.
+        The gradient of an expert without rows is 0, not missing: it is cut from one stack.
         """
         own = (self.up, self.up_bias, self.down, self.down_bias)
-        parts = zip(rows.split(list(sizes)), *(p.unbind(0) for p in own), strict=True)
-        return torch.cat([self.network(*part) for part in parts])
+        parts = [*zip(rows.split(list(sizes)), *(p.unbind(0) for p in own), strict=True)]
+        # With as many experts as ranks, most have no rows.  One computes, if only of zero rows.
+        used = [part for part in parts if len(part[0])] or parts[:1]
+        return torch.cat([self.network(*part) for part in used])
 
 
 @dataclass(frozen=True)

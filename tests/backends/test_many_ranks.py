@@ -17,7 +17,7 @@ from local_ranks import succeed, threads
 from torch import nn
 
 from shardproof.backends import errors
-from shardproof.backends.request import Chunks
+from shardproof.backends.request import Chunks, Rows
 from shardproof.ledgers.memory.installed import watch
 from shardproof.ledgers.memory.recorder import MemoryLedger
 
@@ -48,6 +48,7 @@ def every_kind_of_event(rank: int, world: int) -> int:
         whole, part = torch.ones(4 * world), torch.ones(4)
         dist.all_gather_into_tensor(whole, part)
         dist.reduce_scatter_tensor(part, whole)
+        dist.all_to_all_single(torch.empty(world), torch.ones(world))
         dist.all_reduce(part)
         model(torch.ones(1, 3))
         whole.untyped_storage().resize_(0)
@@ -61,8 +62,9 @@ def every_kind_of_event(rank: int, world: int) -> int:
     [
         (MemoryLedger, ("touch", "in_use", "resized", "at_release", "_countable")),
         (Chunks, ("__getitem__",)),
+        (Rows, ("__getitem__",)),
     ],
-    ids=["ledgers", "views"],
+    ids=["ledgers", "views", "views of rows"],
 )
 def test_the_work_of_a_call_does_not_grow_with_the_ranks(
     owner: type, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -102,6 +104,31 @@ def test_parts_of_one_tensor_are_what_a_list_of_them_holds() -> None:
         assert torch.equal(slot, torch.as_tensor(total).view(-1))
 
     succeed(body, 7)
+
+
+def test_rows_of_one_tensor_are_what_a_list_of_them_holds() -> None:
+    """Uneven and strided rows, given as one tensor by some ranks and as a list by others."""
+
+    def body(rank: int, world: int) -> None:
+        sizes = [(rank + other) % 3 for other in range(world)]  # as many rows as come back
+        given = torch.arange(2.0 * sum(sizes)).view(-1, 2) + 1000 * rank
+        wanted = [
+            (torch.arange(2.0 * sum((r + o) % 3 for o in range(world))).view(-1, 2) + 1000 * r)[
+                sum((r + o) % 3 for o in range(rank)) :
+            ][: sizes[r]]
+            for r in range(world)
+        ]
+        taken = torch.empty(sum(sizes), 2)
+        if rank % 2:
+            dist.all_to_all_single(taken, given, sizes, sizes)
+        else:
+            strided = given.t().contiguous().t()
+            dist.all_to_all(list(taken.split(sizes)), [*strided.split(sizes)])
+        assert torch.equal(taken, torch.cat(wanted))
+        dist.all_to_all_single(given, given, sizes, sizes)  # in place
+        assert torch.equal(given, taken)
+
+    succeed(body, 5)
 
 
 def test_some_give_one_tensor_and_others_a_list() -> None:

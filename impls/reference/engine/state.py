@@ -153,6 +153,26 @@ def gather_pieces(pieces: Sequence[Piece], comm: Comm) -> dict[str, Tensor]:
     return whole
 
 
+@torch.no_grad()
+def gather_rows(pieces: Sequence[Piece], comm: Comm) -> dict[str, Tensor]:
+    """Name -> whole tensor, on every rank of ``comm``: one message per dtype.
+
+    Every rank gives the same names, and of each tensor as many rows as the others, in rank order.
+    """
+    by_dtype: dict[torch.dtype, list[Piece]] = {}
+    for piece in pieces:
+        by_dtype.setdefault(piece.tensor.dtype, []).append(piece)
+    whole: dict[str, Tensor] = {}
+    for same in by_dtype.values():
+        flat = torch.cat([piece.tensor.reshape(-1) for piece in same])
+        gathered = flat.new_empty(comm.size, flat.numel())
+        comm.all_gather(gathered.view(-1), flat)
+        parts = gathered.split([piece.tensor.numel() for piece in same], dim=1)
+        for piece, part in zip(same, parts, strict=True):
+            whole[piece.name] = part.reshape(piece.global_shape)
+    return whole
+
+
 def gather_over(pieces: Sequence[Piece], comms: Sequence[Comm]) -> list[Piece]:
     """The ``pieces`` of all ranks, gathered as objects along each of ``comms`` in turn."""
     # As bytes: N ranks unpickle N messages each, and a tensor takes torch far longer than bytes do.

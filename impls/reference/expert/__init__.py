@@ -74,7 +74,12 @@ from shardproof.impls.reference.engine.handle import Handle, Whole
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.recompute import Group
-from shardproof.impls.reference.engine.state import broadcast_tensors, gather_pieces, named_state
+from shardproof.impls.reference.engine.state import (
+    broadcast_tensors,
+    gather_pieces,
+    gather_rows,
+    named_state,
+)
 from shardproof.impls.reference.expert.balancing import Balancing
 from shardproof.impls.reference.expert.exchange import Exchange, reaches
 from shardproof.impls.reference.expert.idle import IdleRounds
@@ -333,7 +338,12 @@ class ReferenceExpert(Engine):
         pieces, across = self.local_state(kind), self.handle.across
         if across is None:
             return {piece.name: piece.tensor.clone() for piece in pieces}
-        return gather_pieces(pieces, across)
+        if kind != "parameters":  # state of an optimizer may be missing on some ranks
+            return gather_pieces(pieces, across)
+        # As objects, N ranks would unpack the pieces of N ranks one by one.
+        cuts = self.handle.cuts
+        whole = {p.name: p.tensor.detach().clone() for p in pieces if p.name not in cuts}
+        return whole | gather_rows([p for p in pieces if p.name in cuts], across)
 
     def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> NoReturn:
         """No rank has the experts of a member that is gone."""

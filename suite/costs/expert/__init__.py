@@ -107,16 +107,19 @@ class ExpertParallel(CostModel):
 
     def rows(self, rank: int, layer: str) -> int:
         """Rows of a step that leave ``rank``, and those that come to it."""
-        own = self.facts.place(rank, self.axis)
-        leaving = sum(self.asked(rank, layer, other) for other in range(self.ranks) if other != own)
-        others = [peer for peer in self.group_of(rank) if peer != rank]
-        return leaving + sum(self.asked(peer, layer, own) for peer in others)
+        at, asked = self.facts.place(rank, self.axis), self.asked[layer]
+        come = sum(asked[other][at] for other in self.group_of(rank))
+        return sum(asked[rank]) + come - 2 * asked[rank][at]
 
-    def asked(self, rank: int, layer: str, place: int) -> int:
-        """Rows of ``rank`` in a step that the experts at ``place`` of the axis compute."""
-        by_expert = self.chosen(layer)[self.facts.place(rank, self.facts.group())]
-        each = len(by_expert) // self.ranks
-        return sum(by_expert[place * each : (place + 1) * each])
+    @cached_property
+    def asked(self) -> dict[str, list[list[int]]]:
+        """By layer and rank: its rows in a step that the experts at each place compute."""
+        group, asked = self.facts.group(), {}
+        for layer, tensor in self.layers.items():
+            cuts = range(0, tensor.shape[0], max(tensor.shape[0] // self.ranks, 1))
+            sums = [[sum(n[at : at + cuts.step]) for at in cuts] for n in self.chosen(layer)]
+            asked[layer] = [sums[self.facts.place(r, group)] for r in range(self.facts.world)]
+        return asked
 
     def chosen(self, layer: str) -> list[tuple[int, ...]]:
         """How many rows of a step each expert of ``layer`` computes, by data coordinate."""
@@ -129,13 +132,10 @@ class ExpertParallel(CostModel):
 
     def group_of(self, rank: int) -> list[int]:
         """The ranks that share experts with ``rank``, itself among them."""
-        names = [*self.facts.axes]
-        if self.axis not in names:
-            return [rank]
-        inner = names[names.index(self.axis) + 1 :]
-        stride = math.prod(self.facts.axes[name] for name in inner)
+        names, sizes = [*self.facts.axes, self.axis], [*self.facts.axes.values()]
+        stride = math.prod(sizes[names.index(self.axis) + 1 :])
         first = rank - self.facts.place(rank, self.axis) * stride
-        return [first + place * stride for place in range(self.facts.axes[self.axis])]
+        return [first + place * stride for place in range(self.ranks)]
 
     def rounds_of(self, rank: int) -> int:
         """Rounds of the group of ``rank``: as many as its busiest member has micro-batches."""
