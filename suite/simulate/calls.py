@@ -143,7 +143,7 @@ def _made(
         what = "inputs= belongs to a model of your own"
         raise SelectionError(Problem(what, 'give work={"samples": 2}', str(model)))
     if isinstance(model, str):
-        trained = asked.round_off(shapes.model(model)) if of_name else own.model_at(model)
+        trained = asked.round_off(shapes.model(model)) if of_name else own.model_at(model, inputs)
     else:
         trained = own.own_model(model, inputs=inputs)
     source = asked.source(trained, impl, mesh, accounting, options)

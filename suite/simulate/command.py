@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardproof import axes
-from shardproof.commands import assigned
+from shardproof.commands import assigned, options
 from shardproof.commands.console import echo, is_json, make_console, print_line
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.table import number
@@ -80,7 +80,12 @@ def simulate(
     ] = 0,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE.svg", help="draw memory over the step into this file"),
+        typer.Option(
+            "--plot",
+            metavar="FILE.svg",
+            help="draw memory over the step into this file",
+            callback=options.writable,
+        ),
     ] = None,
     against: Annotated[
         Path | None,
@@ -207,20 +212,11 @@ def _promises(
 
 
 def _draw(file: Path, title: str, made: SimulatedRank) -> None:
-    """Draw the memory of ``made`` over its last step into ``file``.
-
-    :raises SelectionError: the file cannot be written.
-    """
+    """Draw the memory of ``made`` over its last step into ``file``."""
     from shardproof.files import write_whole
     from shardproof.simulate.picture import picture
 
-    try:
-        write_whole(file, picture(title, made.log, len(made.calls) - 1))
-    except OSError as error:
-        what = f"--plot cannot be written: {error.strerror}"
-        raise SelectionError(
-            Problem(what, "name a file in a folder that exists", str(file))
-        ) from error
+    write_whole(file, picture(title, made.log, len(made.calls) - 1))
 
 
 def _notes(source: ShapeSource | OwnSource, found: Sequence[Any], accounting: str) -> list[str]:
@@ -263,16 +259,16 @@ def _source(
     from shardproof.costs import shapes
     from shardproof.simulate import asked, own
 
-    given, options = assigned.mesh(mesh), assigned.assigned(option, "--option", "schedule=1f1b")
+    given, chosen = assigned.mesh(mesh), assigned.assigned(option, "--option", "schedule=1f1b")
     if recompute:
-        options["recompute_every"] = recompute
+        chosen["recompute_every"] = recompute
     if ":" not in model:
         shape = _shape(shapes.model(model), layers, attention)
-        return asked.source(shape, impl, given, accounting, options)
+        return asked.source(shape, impl, given, accounting, chosen)
     if layers or attention:
         what = "--layers and --attention belong to the models of `shardproof estimate --models`"
         raise SelectionError(Problem(what, "leave both out", model))
-    return asked.source(own.model_at(model), impl, given, accounting, options)
+    return asked.source(own.model_at(model), impl, given, accounting, chosen)
 
 
 def _shape(shape: Shape, layers: int, attention: str) -> Shape:

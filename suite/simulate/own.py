@@ -104,8 +104,8 @@ class OwnModel:
         return made, None, inputs
 
 
-def model_at(path: str) -> OwnModel:
-    """The model at ``package.module:name`` or ``file.py:name``.
+def model_at(path: str, inputs: Any = None) -> OwnModel:
+    """The model at ``package.module:name`` or ``file.py:name``; ``inputs``: of one micro-batch.
 
     :raises SelectionError: it cannot be imported, or is not a model.
     """
@@ -114,7 +114,7 @@ def model_at(path: str) -> OwnModel:
     except by_path.CannotImport as error:
         remedy = "name a function that returns a module: package.module:build"
         raise SelectionError(Problem(f"{path} {error}", remedy)) from error
-    return own_model(found, path)
+    return own_model(found, path, inputs)
 
 
 def own_model(found: Any, name: str = "", inputs: Any = None) -> OwnModel:
@@ -265,7 +265,7 @@ class OwnSource(Undisturbed):
             inputs, targets = (self._cast(valueless(part)) for part in given[:2])
         elif inputs is None and not self.work.positions:
             what = f"the inputs of {self.name} are not known"
-            remedy = "return (module, inputs), or give --seq N for tokens (batch, N)"
+            remedy = "return (module, inputs), or say how long samples of tokens are: --seq N"
             raise SelectionError(Problem(what, remedy))
         else:
             shape = (self.work.samples, self.work.positions)

@@ -189,7 +189,7 @@ def test_values_are_never_allocated(models: Path) -> None:
     assert held["parameters"] >= 4 * 2**40 // 64 and held["gradients"] == held["parameters"]
 
 
-def test_a_module_a_function_and_a_workload_are_alike() -> None:
+def test_a_module_a_function_a_workload_and_a_path_are_alike(tmp_path: Path) -> None:
     def made() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
 
@@ -199,13 +199,18 @@ def test_a_module_a_function_and_a_workload_are_alike() -> None:
 
     workload = OwnWorkload(made, own.cross_entropy, batch)
     module, inputs = made(), torch.randn(3, 6)
+    layers = "nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)"
+    (file := tmp_path / "net.py").write_text(
+        f"from torch import nn\n\n\ndef build():\n    return nn.Sequential({layers})\n"
+    )
     found = [
+        simulate(f"{file}:build", mesh={"shard": 2}, inputs=inputs),
         simulate(module, mesh={"shard": 2}, inputs=inputs),
         simulate(made, mesh={"shard": 2}, inputs=(inputs,)),
         simulate(workload, mesh={"shard": 2}, work=BatchSize(3)),
     ]
     first, *others = ((kept(one.fullest), one.peak, one.fullest.sent) for one in found)
-    assert others == [first, first] and first[1] > 0
+    assert others == [first] * 3 and first[1] > 0
     # Nothing of the module itself has changed.
     assert module(inputs).shape == (3, 2)
     bf16 = simulate(made, mesh={"shard": 2}, inputs=inputs, accounting="B8")

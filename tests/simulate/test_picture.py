@@ -96,7 +96,9 @@ def test_the_command_draws_and_says_what_is_wrong(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert drawn(file.read_text())[1]
     assert "Seconds of the step on 8 x a100, 4 a node" in done.stdout
-    lost = here(*quick, "--plot", str(tmp_path / "no" / "memory.svg"))
-    assert lost.returncode == 2 and "--plot cannot be written" in lost.stderr, lost.stderr
+    for command in (("simulate", *quick[1:], "--plot"), ("plan", "gpt2", "--gpus", "8", "--write")):
+        lost = here(*command, str(tmp_path))
+        assert lost.returncode == 2 and f"{command[-1]}: Is a directory" in lost.stderr, lost.stderr
+        assert "simulating" not in lost.stderr, "asked before anything runs"
     wrong = here(*quick, "--machine", "h1000")
     assert wrong.returncode == 2 and "unknown machine (h1000) - did you mean h100" in wrong.stderr

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardproof.commands import options
 from shardproof.commands.console import echo, is_json, make_console
 from shardproof.errors import Problem, SelectionError
 from shardproof.table import Table
@@ -35,7 +36,8 @@ def size_of(text: str, option: str, example: str) -> float:
     found = _SIZE.match(text.strip())
     if found is None or not float(found[1]):
         what = f"{option} needs a number with a unit"
-        raise SelectionError(Problem(what, f"write {example}", text))
+        own = re.sub(r"\d+", text.strip(), example) if text.strip().isdigit() else example
+        raise SelectionError(Problem(what, f"write {own}", text))
     return float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].lower()]
 
 
@@ -91,7 +93,13 @@ def plan(
         bool, typer.Option("--exact", help="run all layers and micro-batches of each simulation")
     ] = False,
     write: Annotated[
-        Path | None, typer.Option("--write", metavar="FILE", help="write a scenario of the best")
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="FILE",
+            help="write a scenario of the best",
+            callback=options.writable,
+        ),
     ] = None,
 ) -> None:
     """Search the mesh and the strategy that train a model fastest on a cluster, and fit its memory.
@@ -234,6 +242,7 @@ def _row(found: Found, number: int, plan: Plan) -> tuple[str, ...]:
 
 def _told(found: Found, machine: Machine, write: Path | None) -> None:
     """The placement of the best plan, its scenario and its commands."""
+    from shardproof.files import write_whole
     from shardproof.simulate.plan.placement import placement
     from shardproof.simulate.plan.scenario import command, scenario
 
@@ -241,11 +250,7 @@ def _told(found: Found, machine: Machine, write: Path | None) -> None:
     make_console().print(placement(best.mesh, machine.node))
     text = scenario(found.job, best, write.stem if write else "plan")
     if write is not None:
-        try:
-            write.write_text(text, encoding="utf-8")
-        except OSError as error:
-            what = f"{write} cannot be written ({error.strerror})"
-            raise SelectionError(Problem(what, "give a file in a folder that exists")) from error
+        write_whole(write, text)
     file = str(write or "plan.yaml")
     lines = [
         ("simulate its ranks", _simulate(found.job, best)),
