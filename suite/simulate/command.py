@@ -213,10 +213,9 @@ def _promises(
 
 def _draw(file: Path, title: str, made: SimulatedRank) -> None:
     """Draw the memory of ``made`` over its last step into ``file``."""
-    from shardproof.files import write_whole
     from shardproof.simulate.picture import picture
 
-    write_whole(file, picture(title, made.log, len(made.calls) - 1))
+    options.write(file, picture(title, made.log, len(made.calls) - 1))
 
 
 def _notes(source: ShapeSource | OwnSource, found: Sequence[Any], accounting: str) -> list[str]:

@@ -91,7 +91,7 @@ def test_the_file_stands_alone_and_says_the_peak() -> None:
 
 def test_the_command_draws_and_says_what_is_wrong(tmp_path: Path) -> None:
     quick = ("simulate", "gpt2", "--layers", "2", "--seq", "32", "--mesh", "shard=8", "--rank", "0")
-    file = tmp_path / "memory.svg"
+    file = tmp_path / "made" / "memory.svg"
     done = here(*quick, "--plot", str(file), "--machine", "a100", "--node", "4")
     assert done.returncode == 0, done.stderr
     assert drawn(file.read_text())[1]

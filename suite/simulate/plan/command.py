@@ -242,7 +242,6 @@ def _row(found: Found, number: int, plan: Plan) -> tuple[str, ...]:
 
 def _told(found: Found, machine: Machine, write: Path | None) -> None:
     """The placement of the best plan, its scenario and its commands."""
-    from shardproof.files import write_whole
     from shardproof.simulate.plan.placement import placement
     from shardproof.simulate.plan.scenario import command, scenario
 
@@ -250,7 +249,7 @@ def _told(found: Found, machine: Machine, write: Path | None) -> None:
     make_console().print(placement(best.mesh, machine.node))
     text = scenario(found.job, best, write.stem if write else "plan")
     if write is not None:
-        write_whole(write, text)
+        options.write(write, text)
     file = str(write or "plan.yaml")
     lines = [
         ("simulate its ranks", _simulate(found.job, best)),
