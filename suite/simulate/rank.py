@@ -113,8 +113,8 @@ def _agreed(
         if failed and hearsay.changes == before:
             break  # no number changed, so another round would fail in the same way
         before = hearsay.changes
-    for reason in failed.values():
-        raise reason
+    if failed:
+        raise next(iter(failed.values()))
     raise RuntimeError(f"ranks {list(ranks)} did not agree in {rounds} rounds")
 
 

@@ -40,7 +40,7 @@ def test_ranks_agree_when_each_has_heard_the_others() -> None:
     heard = Hearsay()
     assert say(heard, 0, 3) == [[3]]
     assert say(heard, 1, 5) == [[5]]
-    assert not heard.is_settled
+    assert not heard.is_settled and heard.unsettled() == {0}
     assert say(heard, 0, 3) == [[5]]
     assert heard.is_settled
 

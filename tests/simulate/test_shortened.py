@@ -96,12 +96,22 @@ def test_what_is_remembered_keeps_shapes_storages_and_identities(
             assert torch.arange(3).tolist() == [0, 1, 2]  # values stay known
 
 
+def test_a_view_of_a_listed_tensor_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place says which argument is shared, so it would come back as a new tensor."""
+    monkeypatch.setattr(remembered, "_results", {})
+    with known_integers():
+        wide = torch.empty(4)
+        remembered.remember("view", ([wide],), wide[:4])
+        remembered.remember("new", ([wide],), torch.empty(4))
+    assert "view" not in remembered._results and "new" in remembered._results
+
+
 def test_only_ranks_with_a_wrong_answer_run_again() -> None:
     """A rank of the first stage gets a message before its sender ran; the others never wait."""
     begun = list[int]()
     source = source_of(SMALL, World("reference/hybrid", {"pipe": 2, "shard": 2}, 2))
     simulate(source, (ranks := figures.looked_at(source.axes)), begun.append)
-    assert begun[: len(ranks)] == ranks and len(begun) < 2 * len(ranks)
+    assert begun[: len(ranks)] == ranks and len(ranks) < len(begun) < 2 * len(ranks)
 
 
 def test_operators_are_noted_on_request_only() -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from shardproof.ledgers.program_order import nested_tensors
+
 #: Operators whose result is not decided by shapes, or that give an argument another shape.
 _OTHER = (
     torch.Tag.data_dependent_output,
@@ -84,9 +86,13 @@ def remember(key: Any, args: Sequence[Any], result: Any) -> None:
         made = [_described(one, args) for one in ([result] if kind is None else result)]
     except _Unknown:
         return
-    own = [one for one in ([result] if kind is None else result) if isinstance(one, Tensor)]
-    storages = {one.untyped_storage()._cdata for one in own}
-    if kind in (None, tuple, list) and (len(own) == 1 or len(storages) == len(own)):
+    new = [one for one in ([result] if kind is None else result) if isinstance(one, Tensor)]
+    storages = {one.untyped_storage()._cdata for one in new}
+    # A place says which argument is shared, not which tensor of a list.
+    listed = [one for one in args if isinstance(one, (list, tuple))]
+    given = {one.untyped_storage()._cdata for one in nested_tensors(listed)}
+    is_clear = len(storages) == len(new) and not storages & given
+    if is_clear and kind in (None, tuple, list):
         _results[key] = kind, made
 
 
