@@ -85,7 +85,7 @@ def test_every_link_leads_to_a_file(site: Path) -> None:
             "command-line",
             [
                 "--maxfail",
-                "random cases, by --seed",
+                "random cases (by --seed)",
                 "shardproof bench pair",
                 "shardproof checkpoint diff",
             ],
