@@ -64,7 +64,7 @@ class Partitioned(Engine):
 
     def norm(self) -> Tensor:
         """The norm that DeepSpeed keeps for ``get_global_grad_norm``."""
-        return torch.as_tensor(float(self.zero_optimizer._global_grad_norm))
+        return torch.as_tensor(self.zero_optimizer._global_grad_norm, dtype=torch.float32)
 
     def _before_update(self, *_: Any) -> None:
         """Called once per group, after its flat gradient has been clipped."""

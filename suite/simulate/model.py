@@ -61,6 +61,11 @@ class CoreAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The weighted values of each query: ``(samples, heads, rows, size of a value)``."""
+        return self.attend((query, key, value), query, key)
+
+    def attend(self, heads: tuple[Tensor, ...], rows: Tensor, columns: Tensor) -> Tensor:
+        """The same, for a strategy that replaces ``forward``; no mask reads positions here."""
+        query, key, value = heads
         if self.form == "flash":
             return _Flash.apply(query, key, value)
         shared = query.shape[1] // key.shape[1]

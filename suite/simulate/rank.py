@@ -127,7 +127,8 @@ def simulate_rank(source: Source, rank: int, notes_work: bool = True) -> Simulat
     world, hook = math.prod(source.axes.values()), sys.excepthook
     joined.join(Simulated(), Joining(rank, world, Path(), 60.0, ledgers=True))
     try:
-        with _control_on_values(), upstream.without_values():
+        own = upstream.patches_of(registry.load(source.implementation))
+        with _control_on_values(), upstream.without_values(), own:
             # The mesh reads the numbers of its ranks, so they are made with values.
             mesh = Mesh(source.axes, source.joint)
             log = program_order.current()

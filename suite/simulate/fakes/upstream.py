@@ -3,18 +3,24 @@
 DDP compares shapes over ranks and sends the initial values before the first step; both are left
 out.  It reorders its buckets in the second step by numbers that rank 0 sends; these get values.
 FSDP asks for the addresses of tensors.  Objects that ranks send each other keep their bytes.
+A module that is moved to where it is stays as it is: torch would swap its fake parameters.
+
+Other upstream systems have patches of their own: ``without_values`` in ``fakes.py``, next to their
+adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.fsdp import _flat_param
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -90,6 +96,18 @@ def _reset_sharded_param(param: Any) -> None:
         _RESET(param)
 
 
+_APPLY: Any = nn.Module._apply
+
+
+def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Leave ``module`` as it is if ``fn`` gives each of its tensors back."""
+    held = [*module.parameters(recurse), *module.buffers(recurse)]
+    if any(isinstance(one, FakeTensor) for one in held) and all(fn(one) is one for one in held):
+        return module
+    made: nn.Module = _APPLY(module, fn, recurse)
+    return made
+
+
 def _share(one: Any, other: Any) -> bool:
     return one.untyped_storage() is other.untyped_storage()
 
@@ -103,6 +121,15 @@ def _forget_ranks() -> None:
     ):
         if clear is not None:
             clear()
+
+
+def patches_of(kind: type) -> AbstractContextManager[None]:
+    """The patches that the adapter ``kind`` has of its own, in ``fakes.py`` in its folder."""
+    name = kind.__module__.rpartition(".")[0] + ".fakes"
+    if not name.startswith("shardproof.impls.") or find_spec(name) is None:
+        return nullcontext()
+    made: AbstractContextManager[None] = import_module(name).without_values()
+    return made
 
 
 @contextmanager
@@ -133,6 +160,7 @@ def without_values() -> Iterator[None]:
         if _RESET is not None:
             fsdp2 = _fsdp_param.FSDPParam
             stack.enter_context(patch.object(fsdp2, "reset_sharded_param", _reset_sharded_param))
+        stack.enter_context(patch.object(nn.Module, "_apply", _apply))
         owner = distributed.DistributedDataParallel
         stack.enter_context(patch.object(owner, "_ddp_init_helper", made))
         try:
