@@ -73,6 +73,7 @@ LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0
 
 #: Units of a comparison in working precision, and how a slice whose gradient is 0 is called.
 _TIMES_ONE, _OF_NOISE = "times one device's", "times its noise"
+_FINAL = "gradients_final"
 _ZERO_SLICE, _IS_ZERO = " (zero slice)", "true gradient is zero, but"
 
 
@@ -168,6 +169,8 @@ def decide(figures: Figures) -> Outcome:
         found["not_judged"] = {"further_state": f"digits beyond {narrow}, in which it is held"}
     if lane == "working_precision":
         found["factor"] = working_precision.factor(figures)
+        found["undecidable"] = sorted(n for n in tally.not_tested if n.startswith(_FINAL))
+        found["not_tested"] = sorted(n for n in tally.not_tested if not n.startswith(_FINAL))
     replayed = {name: getattr(figures.oracle, name) for name in ("updates", "stale", "behind")}
     found |= {name: value for name, value in replayed.items() if value is not None}
     replay = figures.declaration.oracle == "replay"
@@ -266,7 +269,7 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
     """Every step against fp64, by the error of one device; the update by a replay."""
     case, regions = evidence.case, evidence.workload.zero_gradient
     bound, unit = working_precision.factor(evidence), working_precision.round_off(case.lowest_dtype)
-    truths, singles = working_precision.teachers(evidence)
+    truths, singles, given = working_precision.teachers(evidence)
     failure = f"further from fp64 than {case.lowest_dtype} explains"
     for step in evidence.steps:
         truth, single = truths[step], singles[step]
@@ -276,7 +279,7 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
         error = working_precision.loss_ratio(total, single.loss, truth.loss, unit, count)
         moment.note(Comparison(error, bound), "loss", "all ranks", unit=_TIMES_ONE)
         _end_of_loss(evidence, step, shares, moment)
-        for point, kind in (("gradients_final", "gradients"), ("after_clip", "clipped")):
+        for point, kind in ((_FINAL, "gradients"), ("after_clip", "clipped")):
             wanted, alone = getattr(truth, kind), getattr(single, kind)
             if wanted is None or evidence.oracle.steps[step].skipped:
                 continue
@@ -287,6 +290,11 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             held, moment = state.first(), Moment(rows, step, point, failure)
             ratios = working_precision.ratios(held, alone, wanted, regions)
             noise = working_precision.noise(held, wanted, regions, unit)
+            if point == _FINAL:
+                least = working_precision.scales(alone, wanted, regions)
+                allowed = {group: bound * error for group, error in least.items()}
+                for name in working_precision.hides(wanted, given.at[step], allowed, regions):
+                    rows.append(ComparisonRow(step, point, name, tested=False))
             if working_precision.is_unrounded(case, ratios):
                 text = f"no gradient shows the rounding of {case.compute_dtype}"
                 moment.problem("gradients", (), f"{text}, which 'precision' asks for")

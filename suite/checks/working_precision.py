@@ -13,6 +13,8 @@ F(16, 16) exceeds (3 / 1.5)^2 in one case of 240, F(64, 64) in one of 20 million
 fewer than 4 rows or columns: what is wrong of one activation is wrong of its whole column.  Where
 all of these have fewer than 64 ways to err, the smallest other, which is also judged alone, joins
 them and counts for the ways that they lack: none outweighs the others.
+A tensor in which the loss of one micro-batch's contribution would err no more than is allowed is
+*undecidable* here (:func:`hides`): its pass says little, and the reports list it.
 The update is replayed (at most 4 ULP), and the factor of clipping is held to the roundings of
 correct runs (:func:`wrong_factors`).  A part of equivalence; sees the plumbing of precisions and
 gross faults, not one wrong element in bf16: alone it gives ``pass (working precision only)``.
@@ -27,7 +29,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -58,6 +61,8 @@ _SIGMAS = 6.0
 _QUOTIENT = 2.0**-22
 #: Zero slices in one-device runs: (start, stop) per dimension.
 Regions = Mapping[str, list[tuple[tuple[int, int], ...]]]
+#: Tensors that are judged as one.
+Group = frozenset[str]
 
 
 def factor(evidence: Figures) -> float:
@@ -71,10 +76,22 @@ def factor(evidence: Figures) -> float:
     return numbers.WORKING_PRECISION_FACTORS[case.lowest_dtype]
 
 
-def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
+class Given:
+    """A sum over coordinates that keeps their contributions, by step: one each micro-batch."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, list[Tensors]] = {}
+
+    def __call__(self, step: int, parts: Sequence[Tensors]) -> dict[str, Tensor]:
+        self.at.setdefault(step, []).extend(parts)
+        return training.left_fold([dict(part) for part in parts])
+
+
+def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep], Given]:
     """Steps of the fp64 twin and of one device in the case's precision, both forced.
 
-    The twin has the widest dtype that the model computes in.
+    The twin has the widest dtype that the model computes in; also what each of its micro-batches
+    contributed.
 
     They compute with the same values: masters and shards are rounded to what is computed with.
     """
@@ -88,13 +105,17 @@ def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
     own = for_case(case)
     twin = make(case.workload, own.found.widest, case.lane, case.compute_dtype)
 
-    def steps_of(workload: Workload, precision: Mapping[str, str]) -> list[TruthStep]:
-        rules = follows_of(case, evidence.declaration)
-        way = training.Way(precision, changing, forced=forced, follows=rules)
+    plain = training.Way(
+        {}, changing, forced=forced, follows=follows_of(case, evidence.declaration)
+    )
+
+    def steps_of(workload: Workload, way: training.Way) -> list[TruthStep]:
         size = case.data_coordinates, case.steps
         return training.train(workload, case.optimizer, *size, rule, way).steps
 
-    return steps_of(twin, {}), steps_of(own, case.precision)
+    given = Given()
+    twins = steps_of(twin, replace(plain, fold=given, by_round=True))
+    return twins, steps_of(own, replace(plain, precision=case.precision)), given
 
 
 def ratios(
@@ -103,45 +124,74 @@ def ratios(
     """rho per tensor, small ones together; tensors whose true value is 0 are left out (see
     :func:`noise`).
     """
-    regions = regions or {}
+    many, least = errors(held, truth, regions or {}), scales(single, truth, regions or {})
+    return {name: _ratio(many[group], least[group]) for group in many for name in group}
+
+
+def scales(single: Tensors, truth: Tensors, regions: Regions) -> dict[Group, float]:
+    """The error of one device in each group, by which others are measured.
+
+    One device may have a tensor right by luck: the middle one is the least that counts.
+    """
+    one = errors(single, truth, regions)
+    middle = statistics.median(one.values()) if one else 0.0
+    return {group: max(error, middle) for group, error in one.items()}
+
+
+def hides(
+    truth: Tensors, given: Sequence[Tensors], allowed: Mapping[Group, float], regions: Regions
+) -> set[str]:
+    """Tensors in which a lost contribution could hide: its error is no more than is ``allowed``.
+
+    ``given``: the contribution of each micro-batch.  Each is dropped, and rolled by one element,
+    where it has an effect.  A sum that is too small by 1/N has the error 1/N.
+    """
+    hidden = {group for group, most in allowed.items() if 1 / max(len(given), 2) <= most}
+    for own in given:
+        dropped = {n: g - own[n].to(g.dtype) if n in own else g for n, g in truth.items()}
+        rolled = {
+            n: g + own[n].to(g.dtype).reshape(-1).roll(1).view(g.shape) if n in own else g
+            for n, g in dropped.items()
+        }
+        for spoilt in (dropped, rolled):
+            found = errors(spoilt, truth, regions)
+            hidden |= {group for group, error in found.items() if 0 < error <= allowed[group]}
+    return {name for group in hidden for name in group}
+
+
+def errors(held: Tensors, truth: Tensors, regions: Regions) -> dict[Group, float]:
+    """The relative error of each tensor, or of the small ones, which count as one."""
     parts = {
-        name: [split_zero(t, regions.get(name, []))[0] for t in (held[name], single[name], value)]
+        name: [split_zero(t, regions.get(name, []))[0] for t in (held[name], value)]
         for name, value in truth.items()
     }
-    parts = {name: own for name, own in parts.items() if own[2].numel() and bool(own[2].any())}
-    ways = {name: ways_to_err(own[2], truth[name]) for name, own in parts.items()}
+    parts = {name: own for name, own in parts.items() if own[1].numel() and bool(own[1].any())}
+    ways = {name: ways_to_err(own[1], truth[name]) for name, own in parts.items()}
     together = pool(ways)
     few = {name for name in together if ways[name] < SMALL}
     groups: list[tuple[str, ...]] = [(name,) for name in parts if name not in few]
     groups += [tuple(together)] if together else []
-    errors = []
+    found: dict[Group, float] = {}
     for group in groups:
         # None outweighs the others: larger ones, for their ways to err, become as the middle one,
         # and so does the one that joins, which counts for fewer ways than it has.
         # Per independent way to err: n equal ones make a norm that is sqrt(n) times as large.
-        sizes = {name: float(parts[name][2].norm()) / math.sqrt(ways[name]) for name in group}
+        sizes = {name: float(parts[name][1].norm()) / math.sqrt(ways[name]) for name in group}
         middle = statistics.median_low(sizes.values())
-        scales = {
+        factors = {
             name: min(middle / size, 1.0)
             if name in few or len(group) == 1
             else middle / size * math.sqrt(together[name] / ways[name])
             for name, size in sizes.items()
         }
-        many, one, want = (
-            torch.cat([parts[n][which].reshape(-1).to(torch.float64) * scales[n] for n in group])
-            for which in range(3)
+        many, want = (
+            torch.cat([parts[n][which].reshape(-1).to(torch.float64) * factors[n] for n in group])
+            for which in range(2)
         )
-        errors.append([float((t - want).norm() / want.norm()) for t in (many, one)])
-    if not errors:
-        return {}
-    # One device may have a tensor right by luck: the middle one is the least that counts.
-    middle = statistics.median(one for _, one in errors)
-    judged = [{*group} & few or {*group} for group in groups]
-    return {
-        name: _ratio(many, max(one, middle))
-        for names, (many, one) in zip(judged, errors, strict=True)
-        for name in names
-    }
+        found[frozenset(group) & few or frozenset(group)] = float(
+            (many - want).norm() / want.norm()
+        )
+    return found
 
 
 def is_unrounded(case: Case, rho: Mapping[str, float]) -> bool:

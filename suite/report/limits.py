@@ -140,6 +140,14 @@ def _of_checks(run: Run) -> Iterator[Limit]:
     pairs = [(text.partition(": ")[::2], o.check) for text, o in untested]
     heads = ("when", "tensor", "check")
     yield _limit("Tensors without power", why, heads, pairs, named=len(CHECKS))
+    why = (
+        "The loss of one micro-batch's contribution to these would err no more than rounding may. "
+        "Judge them in lane fp64 or dyadic as well, or with fewer micro-batches or another seed."
+    )
+    figures_of = ((name, o.figures.get("undecidable", ())) for name, o in judged)
+    hidden = [(str(item).partition(": ")[::2], name) for name, own in figures_of for item in own]
+    heads = ("when", "tensor", "implementations")
+    yield _limit("Gradients undecidable in working precision", why, heads, hidden, named=4)
     figures = (
         ((f"{o.check}: {kind.replace('_', ' ')}", name, reason), name)
         for name, o in judged

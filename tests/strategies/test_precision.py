@@ -339,3 +339,34 @@ def test_few_ways_to_err_do_not_outweigh_those_that_join_them() -> None:
     for name in truth:
         wrong = one | {name: truth[name] * (1 + 1e-5)}
         assert working_precision.ratios(wrong, one, truth)[name] > 10, name
+
+
+def test_a_lost_contribution_that_rounding_may_hide_is_undecidable() -> None:
+    """A part that a tenth of its tensor is, and one that is a thousandth of another."""
+    large, zeros = torch.linspace(1, 2, 64), torch.zeros(64)
+    given = [{"even": large, "uneven": large}] * 9
+    given += [{"even": large, "uneven": large / 100}, {"even": zeros, "uneven": zeros}]
+    truth = {name: sum(part[name] for part in given) for name in ("even", "uneven")}
+
+    def hidden(error: float) -> set[str]:
+        allowed = dict.fromkeys(working_precision.errors(truth, truth, {}), error)
+        return working_precision.hides(truth, given, allowed, {})
+
+    assert hidden(1e-6) == set(), "what contributes nothing cannot be lost"
+    assert hidden(2e-3) == {"uneven"}
+    assert hidden(0.2) == {"even", "uneven"}
+
+
+def test_gradients_that_bf16_cannot_judge_are_listed() -> None:
+    """One of 24 micro-batches is a smaller part of a tensor than what bf16 may err by."""
+    work = replace(WORKLOAD, global_batch=24)
+    cases = [
+        case("reference/fsdp", workload=replace(work, micro_batches=count), precision=policy)
+        for count, policy in ((12, A16), (1, {}))
+    ]
+    narrow, wide = [
+        next(check for check in result.checks if check.check == "equivalence").figures
+        for result in verdicts(cases)
+    ]
+    assert any(name.startswith("gradients_final: ") for name in narrow["undecidable"])
+    assert wide["undecidable"] == [], "a half of a sum in fp32"
