@@ -10,7 +10,7 @@ from pathlib import Path
 from tools import measures
 
 #: Lines of code: the core is the suite without its wings.
-MOST_CORE, MOST_IN_ALL = 37_860, 64_800
+MOST_CORE, MOST_IN_ALL = 38_200, 72_000
 MOST_LONG, MOST_WITH_MANY_PARAMETERS = 6, 8
 LEAST_COMMENTED, LEAST_DOCUMENTED = 0.04, 0.95
 
