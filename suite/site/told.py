@@ -125,12 +125,11 @@ def claims() -> list[Sentence]:
 
 def _claims() -> Iterator[Sentence]:
     for path, kind in files_of_wings(default_folder()).items():
-        # A sentence with what is right of it, whatever the wing calls such files.
-        if not {"about", "honest", "figures"} <= {*kind.model().model_fields}:
+        # A sentence that says what is right, whatever the wing calls such files.
+        if not hasattr(model := kind.model(), "stated"):
             continue
-        file: Any = read_as(path, kind.model(), kind.name)[0]
-        word = kind.summary(path).partition(", ")[2]
+        file: Any = read_as(path, model, kind.name)[0]
         rows = [(one.what, one.claimed or "-", one.honest) for one in file.figures]
         figures = Table(f"Figures of claim {file.claim}", ("figure", "claimed", "right"), rows)
-        told = file.claim, file.about, word, file.honest, file.source
+        told = file.claim, file.about, file.stated, file.honest, file.source
         yield Sentence(*told, figures, f"cases.html#q=claim-{file.claim}")
