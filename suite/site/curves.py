@@ -19,7 +19,7 @@ from shardproof.site.series import Move
 from shardproof.table import grouped
 
 _WIDTH, _PLOT, _LEFT, _RIGHT, _TOP = 330.0, 150.0, 58.0, 12.0, 12.0
-_LEGEND_ROW, _LOOKS = 15.0, 7
+_LEGEND_ROW = 15.0
 #: Lines of one drawing, and drawings of one page; more are in the tables.
 MOST_LINES, MOST = 7, 48
 #: Intervals are those that 95 % of measurements like these contain (normal approximation: what a
@@ -59,13 +59,8 @@ def chart(
 ) -> Panel:
     """``curves`` over ``axis``, which has labels at ``ticks``; ``log``: by equal ratios."""
     shown = [curve for curve in curves if curve.points][:MOST_LINES]
-    ys = [
-        end for c in shown for p in c.points for end in (p.y, p.low, p.high) if end is not None
-    ]
-    low, high = min(ys, default=0.0), max(ys, default=1.0)
-    spare = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
-    low = 0.0 if 0 <= low <= high / 2 else low - spare
-    y = svg.PixelScale(low, high + spare, _TOP + _PLOT, _TOP)
+    ys = [end for c in shown for p in c.points for end in (p.y, p.low, p.high) if end is not None]
+    y = _scale(min(ys, default=0.0), max(ys, default=1.0))
     ends = min(ticks), max(ticks)
     x = svg.PixelScale(*ends, _LEFT + 10, _WIDTH - _RIGHT - 10, log=log and ends[0] > 0)
     parts = [*_grid(y), *_ticks(x, ticks, axis)]
@@ -73,16 +68,31 @@ def chart(
         parts += _line(x, y, curve, at)
     height = _TOP + _PLOT + 44 + _LEGEND_ROW * len(shown)
     for at, curve in enumerate(shown):
-        parts += _legend(curve.name, at)
+        parts += _legend(curve, at)
     told = (f"{c.name}: {', '.join(_told(p, ticks) for p in c.points)}." for c in shown)
     more = len(curves) - len(shown)
     text = " ".join([*told, *([f"{more} more are in the table."] if more > 0 else [])])
     return Panel(heading, svg.drawing(heading, text, (_WIDTH, height), parts, "chart"))
 
 
+def _scale(low: float, high: float) -> svg.PixelScale:
+    """From the top of the plot to its bottom, by round numbers around ``low`` and ``high``."""
+    low = 0.0 if 0 <= low <= high / 2 else low
+    step = _step((high - low) or abs(high) or 1.0)
+    bottom, top = math.floor(low / step) * step, math.ceil(high / step) * step
+    return svg.PixelScale(bottom, top if top > bottom else bottom + step, _TOP + _PLOT, _TOP)
+
+
+def _step(span: float) -> float:
+    """A round number of which 3 to 6 cover ``span``."""
+    power = 10.0 ** math.floor(math.log10(span))
+    return next(part * power for part in (0.2, 0.5, 1.0, 2.0) if span / (part * power) <= 6)
+
+
 def _grid(y: svg.PixelScale) -> Iterator[Markup]:
-    for part in range(5):
-        value = y.low + (y.high - y.low) * part / 4
+    step = _step(y.high - y.low)
+    for part in range(round((y.high - y.low) / step) + 1):
+        value = y.low + step * part
         yield svg.line(_LEFT, y(value), _WIDTH - _RIGHT, y(value), "grid")
         yield svg.text(_LEFT - 6, y(value) + 4, _number(value), "tick-label", "end")
 
@@ -100,20 +110,36 @@ def _ticks(x: svg.PixelScale, ticks: Mapping[float, str], axis: str) -> Iterator
 
 def _line(x: svg.PixelScale, y: svg.PixelScale, curve: Curve, at: int) -> Iterator[Markup]:
     spots = [(x(point.x), y(point.y)) for point in curve.points]
+    stroke, fill = _style(curve, at)
     if len(spots) > 1:
-        yield svg.path(spots, "s-modelled" if curve.is_modelled else f"w-{at % _LOOKS}")
-    look = "m-modelled" if curve.is_modelled else f"v-{at % _LOOKS}"
+        yield svg.path(spots, stroke)
     for point, (across, down) in zip(curve.points, spots, strict=True):
         if point.low is not None and point.high is not None:
-            yield svg.line(across, y(point.low), across, y(point.high), f"w-{at % _LOOKS}")
-        yield svg.element("circle", cx=across, cy=down, r=2.8, class_=look)
+            yield svg.line(across, y(point.low), across, y(point.high), stroke)
+        yield _mark(across, down, at, fill)
 
 
-def _legend(name: str, at: int) -> Iterator[Markup]:
-    row = _TOP + _PLOT + 48 + _LEGEND_ROW * at
-    yield svg.line(8, row - 4, 26, row - 4, f"w-{at % _LOOKS}")
-    yield svg.element("circle", cx=17, cy=row - 4, r=2.8, class_=f"v-{at % _LOOKS}")
-    yield svg.text(32, row, name if len(name) <= 46 else f"{name[:43]}...")
+def _legend(curve: Curve, at: int) -> Iterator[Markup]:
+    row = _TOP + _PLOT + 44 + _LEGEND_ROW * at
+    stroke, fill = _style(curve, at)
+    yield svg.line(8, row, 26, row, stroke)
+    yield _mark(17, row, at, fill)
+    name = curve.name
+    yield svg.text(32, row + 4, name if len(name) <= 46 else f"{name[:43]}...")
+
+
+def _style(curve: Curve, at: int) -> tuple[str, str]:
+    """The classes of a line and of its marks."""
+    return ("s-modelled", "m-modelled") if curve.is_modelled else (f"w-{at}", f"v-{at}")
+
+
+def _mark(x: float, y: float, at: int, class_: str) -> Markup:
+    """A circle, or a polygon with as many corners as no other line has."""
+    if not at:
+        return svg.element("circle", cx=x, cy=y, r=2.8, class_=class_)
+    corners, turns = at + 2, range(at + 3)
+    angles = [2 * math.pi * turn / corners - math.pi / 2 for turn in turns]
+    return svg.path([(x + 3.6 * math.cos(a), y + 3.6 * math.sin(a)) for a in angles], class_)
 
 
 def _told(point: Point, ticks: Mapping[float, str]) -> str:

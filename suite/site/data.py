@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ _LEFT_OUT, _ABSENT = ".", "-"
 
 def call(name: str, value: object) -> bytes:
     """The JavaScript that hands ``value`` to the page under ``name``."""
-    # JSON is JavaScript as it is; nothing of it is read as HTML, for it stands in a file of its own.
+    # JSON is JavaScript as it is, and in a file of its own nothing of it is read as HTML.
     return b"SITE.take(" + json.dumps(name).encode() + b"," + fast_json(value) + b");\n"
 
 
@@ -105,7 +105,9 @@ class Index:
         groups = []
         for place, ids in sorted(self._ids.items()):
             ordered = sorted(ids)
-            told = ("".join(known.get(name, _ABSENT) for name in ordered) for known in self._verdicts)
+            told = (
+                "".join(known.get(name, _ABSENT) for name in ordered) for known in self._verdicts
+            )
             middle = f"::{place[0]}"
             heads = [name.replace(middle, "\t", 1) for name in ordered]
             about = [ids[name] for name in ordered]
@@ -151,7 +153,7 @@ def _facts(result: CaseResult) -> list[tuple[str, str]]:
         "traits": ", ".join(workload.traits),
         "batch": f"{workload.global_batch} samples, {workload.micro_batches} micro-batches",
         "optimizer": case.optimizer.name,
-        "clipping": case.optimizer.clip_norm and str(case.optimizer.clip_norm),
+        "clipping": str(case.optimizer.clip_norm or ""),
         "precision": _short(case.precision),
         "lane": case.lane,
         "steps": str(case.steps or ""),
@@ -177,4 +179,3 @@ def _shown(value: object) -> str:
         more = f" ... {left:,} characters more: see the run folder"
         return text[:_LONGEST] + more if left > 0 else text
     return "-" if value is None else str(value)
-

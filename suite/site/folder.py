@@ -46,7 +46,11 @@ def require_replaceable(output: Path) -> None:
         return
     if not output.is_dir():
         raise SelectionError(Problem("--output: is a file", "name a folder", str(output)))
-    there = {p.relative_to(output).as_posix() for p in output.rglob("*") if p.is_symlink() or not p.is_dir()}
+    there = {
+        p.relative_to(output).as_posix()
+        for p in output.rglob("*")
+        if p.is_symlink() or not p.is_dir()
+    }
     others = sorted(there - _listed(output))
     if others:
         what = f"--output: holds {len(others)} files of other origin: {some(others, _NAMED)}"

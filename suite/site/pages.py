@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from shardproof import verdicts
 from shardproof.checks.results import Kill
@@ -23,7 +24,7 @@ from shardproof.site import curves, matrix, series, told
 from shardproof.site.data import Index
 from shardproof.site.folder import SiteFolder, building
 from shardproof.site.shown import RunName, ShownRun, expanded, opened, slugs
-from shardproof.table import Row, Table, TableCell
+from shardproof.table import Mark, Row, Table, TableCell
 
 _TEMPLATES = Path(__file__).parent / "templates"
 #: Pages that every page leads to: file, and what it is called there.
@@ -178,7 +179,11 @@ class Site:
         for before, after in pairs(self.runs):
             found = compare(before.snapshot, after.snapshot)
             report = tables.report([found])
-            shown = [t.first(MOST_ROWS, "`shardproof compare` has all") for t in report.tables]
+            ids = {*before.snapshot.cases, *after.snapshot.cases}
+            shown = [
+                _linked(t.first(MOST_ROWS, "`shardproof compare` has all"), ids, "../")
+                for t in report.tables
+            ]
             file = f"compare/{before.name.slug}..{after.name.slug}.html"
             ends = {"before": before.name, "after": after.name}
             self.page(
@@ -190,7 +195,9 @@ class Site:
     def _history(self, snapshots: Sequence[Snapshot]) -> None:
         moves = series.moves(snapshots)
         panels, more = curves.limited(curves.over_runs(snapshots, moves))
-        table = series.table(moves, snapshots).first(MOST_ROWS, "`shardproof history show`")
+        ids = {name for one in snapshots for name in one.cases}
+        table = series.table(moves, snapshots).first(MOST_ROWS, "`shardproof history show` has all")
+        table = _linked(table, ids, "")
         shown = {"panels": panels, "more": more, "table": table, "runs": self.runs}
         self.page("history.html", "history.html", "History", moves=len(moves), **shown)
 
@@ -253,10 +260,29 @@ def _counts(run: Run) -> list[tuple[str, str, str]]:
 def _kept(run: Run) -> Table:
     """A row for each system of a baseline, which has neither errors nor seconds."""
     whole = of_cases.table(run.cases)
-    kept = [n for n, name in enumerate(whole.headings) if name not in ("worst error / bound", "median s")]
+    kept = [
+        n
+        for n, name in enumerate(whole.headings)
+        if name not in ("worst error / bound", "median s")
+    ]
     rows = [[row[n] for n in kept] for row in whole.rows]
     heads = [whole.headings[n] for n in kept]
     return Table("Results", heads, rows, whole.marks, whole.notes, align="llrll")
+
+
+def _linked(table: Table, ids: Collection[str], root: str) -> Table:
+    """``table`` with the names of rows that are ``ids`` of cases as links to their pages."""
+    column = table.row_header
+    rows = [
+        [
+            TableCell(str(cell), link=f"{root}case.html#id={quote(str(cell), safe='')}")
+            if number == column and str(cell) in ids
+            else cell
+            for number, cell in enumerate(row)
+        ]
+        for row in table.rows
+    ]
+    return replace(table, rows=rows)
 
 
 def _by_hardware(runs: Sequence[Published]) -> tuple[Sequence[str], Sequence[Table]]:
@@ -271,25 +297,34 @@ def _faults(runs: Sequence[Published]) -> Mapping[str, Any]:
     """The table fault x run, and how many each run killed."""
     planted = [one for one in runs if one.kills]
     known = [{kill.name: kill for kill in one.kills if not kill.left_out} for one in planted]
-    names = sorted({name for kills_of in known for name in kills_of})
+    names = sorted({name for of_run in known for name in of_run})
+    # Survivors first.
+    names.sort(key=lambda name: all(of_run[name].killed for of_run in known if name in of_run))
+    detailed = any(kill.killed_by for of_run in known for kill in of_run.values())
     rows: list[Row] = []
-    marks = []
+    marks: list[Mark] = []
     for name in names:
-        cells: list[TableCell] = []
-        of = [kills_of[name] for kills_of in known if name in kills_of]
-        for kills_of in known:
-            kill = kills_of.get(name)
-            word = "" if kill is None else "killed" if kill.killed else "survives"
-            cells.append(looks.chip(word) if word else TableCell("-"))
-        detail = next((kill for kill in of if kill.killed_by), None)
-        by = "-" if detail is None else ", ".join(detail.killed_by)
-        also = "-" if detail is None else ", ".join(detail.failing)
-        parent = "-" if detail is None else detail.parent
-        marks.append("" if all(kill.killed for kill in of) else "bad")
-        rows.append((name, *cells, by, also, parent))
-    heads = ("fault", *(one.snapshot.hardware for one in planted), "named check", "fails", "parent")
-    order = sorted(range(len(rows)), key=lambda n: not marks[n])
-    table = Table("Faults", heads, [rows[n] for n in order], [marks[n] for n in order])  # type: ignore[misc]
+        here = [of_run.get(name) for of_run in known]
+        told = [kill for kill in here if kill is not None]
+        marks.append("" if all(kill.killed for kill in told) else "bad")
+        rows.append((name, *map(_fate, here), *(_about(told) if detailed else ())))
+    about = ("named check", "fails", "parent") if detailed else ()
+    table = Table("Faults", ("fault", *(_hardware(one) for one in planted), *about), rows, marks)
     counts = [(one, kills.verdict_counts(one.kills)) for one in planted]
     return {"table": table, "counts": counts}
 
+
+def _fate(kill: Kill | None) -> TableCell:
+    return TableCell("-") if kill is None else looks.chip("killed" if kill.killed else "survives")
+
+
+def _about(kills_of_one: Sequence[Kill]) -> tuple[str, str, str]:
+    """The check that names a fault, those that fail, and its parent: of a run, not a baseline."""
+    kill = next((kill for kill in kills_of_one if kill.killed_by), None)
+    if kill is None:
+        return "-", "-", "-"
+    return ", ".join(kill.killed_by), ", ".join(kill.failing) or "none", kill.parent
+
+
+def _hardware(one: Published) -> str:
+    return one.snapshot.hardware

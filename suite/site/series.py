@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardproof.compare import baseline
-from shardproof.compare.compare import RunComparison, compare
+from shardproof.compare.compare import UNDECIDED, RunComparison, compare
 from shardproof.compare.exact_figures import show
-from shardproof.compare.snapshot import FAULTS, Snapshot, Version
+from shardproof.compare.snapshot import Entry, Snapshot, Version
 from shardproof.errors import Problem, SelectionError
 from shardproof.table import Mark, Table
 
@@ -154,11 +154,16 @@ def steps(runs: Sequence[Snapshot]) -> list[tuple[int, RunComparison]]:
     before it: those of the newest run that has the result.
     """
     state: dict[str, Snapshot] = {}
+    decided: dict[str, dict[str, Entry]] = {}
     found = []
     for place, run in enumerate(runs):
-        before = state.get(run.hardware)
+        before, known = state.get(run.hardware), decided.setdefault(run.hardware, {})
         if before is not None:
             found.append((place, compare(before, run)))
+            if again := _recovered(before, run, known):
+                found.append(
+                    (place, compare(replace(before, cases=again, timed={}, kills={}), run))
+                )
             run = replace(
                 run,
                 cases={**before.cases, **run.cases},
@@ -166,7 +171,22 @@ def steps(runs: Sequence[Snapshot]) -> list[tuple[int, RunComparison]]:
                 kills={**before.kills, **run.kills},
             )
         state[run.hardware] = run
+        known |= {name: e for name, e in run.cases.items() if e.verdict not in UNDECIDED}
     return found
+
+
+def _recovered(before: Snapshot, run: Snapshot, decided: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The last decided entries of cases that failed meanwhile: what failed has no figures, so only
+    these tell whether figures of ``run`` changed.
+    """
+    return {
+        name: decided[name]
+        for name, entry in run.cases.items()
+        if name in decided
+        and entry.verdict not in UNDECIDED
+        and name in before.cases
+        and before.cases[name].verdict in UNDECIDED
+    }
 
 
 def _moves(place: int, comparison: RunComparison) -> Iterable[Move]:
@@ -203,8 +223,3 @@ def table(found: Sequence[Move], runs: Sequence[Snapshot]) -> Table:
     headings = ("change", "result", "figure", "before", "after", "changed at commit", "run")
     marks: list[Mark] = [_MARKS.get(one.word, "changed") for one in found]
     return Table("Changes", headings, rows, marks, row_header=1)
-
-
-def faults_of(runs: Sequence[Snapshot]) -> list[str]:
-    """Every planted fault of ``runs``, as ids of results name it, sorted."""
-    return sorted({FAULTS + name for run in runs for name in run.kills})

@@ -194,4 +194,3 @@ def slugs(names: Sequence[str]) -> list[str]:
             unique = f"{slug}-{number}"
         found.append(unique)
     return found
-

@@ -112,7 +112,7 @@ const SITE = (() => {
         return make("td", {}, verdict ? chip(verdict, looks.get(verdict)) : "-");
       })));
     const label = "Cases and their verdicts on each machine";
-    document.getElementById("list").replaceChildren(rows.length ? table(label, "list", ["case", ...runs.map((run) => run.label)], rows) : "");
+    document.getElementById("list").replaceChildren(rows.length ? table(label, "list", ["case", ...runs.map((run) => run.name)], rows) : "");
     more.hidden = found.length <= shown;
     say(`${found.length.toLocaleString("en")} of ${all.length.toLocaleString("en")} cases${found.length > shown ? `, the first ${shown} are shown` : ""}`);
   };
@@ -216,12 +216,12 @@ const SITE = (() => {
       const summary = index.runs.map((run, number) => {
         const told = found[at.indexOf(number)];
         const verdict = one.verdicts[number];
-        return make("tr", {}, make("th", { scope: "row" }, make("a", { href: `runs/${run.slug}.html` }, run.name)), make("td", {}, run.label),
-          make("td", {}, verdict ? chip(verdict, looks.get(verdict)) : "not in this run"), make("td", {}, told?.error ?? "-"), make("td", {}, told?.bytes ?? "-"));
+        return make("tr", {}, make("th", { scope: "row" }, make("a", { href: `runs/${run.slug}.html` }, run.name)),
+          make("td", {}, verdict ? chip(verdict, looks.get(verdict)) : "not in this run"), make("td", {}, told?.error ?? "-"), make("td", {}, told?.bytes ?? "-"), make("td", {}, run.label));
       });
       place.append(
         make("p", {}, make("a", { href: `cases.html#${new URLSearchParams({ system: one.system, backend: one.backend })}` }, `All cases of ${one.system} on ${one.backend}`), `. It says something about: ${about.join(", ")}.`),
-        table("Verdict on each machine and version", "fits", ["run", "machine and version", "verdict", "error / bound", "bytes sent"], summary),
+        table("Verdict on each machine and version", "fits", ["run", "verdict", "error / bound", "bytes sent", "machine and version"], summary),
         ...runs.map((run, number) => block(run, found[number])).reverse(),
       );
       if (found.some((told) => told.checks.length)) place.append(make("h2", {}, "Figures"), figures(runs, found));
