@@ -70,6 +70,8 @@ const SITE = (() => {
   return { take, load, make, chip, table, asked, caseLink, cases, looks, say };
 })();
 
+for (const note of document.querySelectorAll(".scriptless")) note.remove();
+
 // The list of cases: filters, address and table say the same.
 (async () => {
   const form = document.getElementById("filter");
