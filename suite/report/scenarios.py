@@ -33,7 +33,7 @@ def anchors(results: Sequence[CaseResult]) -> dict[str, str]:
 
 
 def abouts(names: Collection[str]) -> dict[str, str]:
-    """What each scenario of ``names`` says of itself; those that this machine does not have are
+    """Descriptions of the scenarios ``names``, by name; those that this machine does not have are
     left out.
     """
     # Each search reads the beginnings of all files, so there is one for all names.  A file may have

@@ -185,7 +185,7 @@ def over_ranks(runs: Sequence[Snapshot]) -> list[Panel]:
 
 
 def _without_world(entry: Entry) -> str:
-    """What was timed: all that its id has but the number of ranks."""
+    """The id of a timed result without its number of ranks."""
     parts = entry.id.split("::")
     kept = [part for part in parts if part != str(entry.world)]
     return " ".join(kept[1:] if len(kept) > 1 else kept)

@@ -50,7 +50,7 @@ def group_name(place: Place) -> str:
 
 @dataclass
 class Index:
-    """What all pages know of every case; one run after the other is added."""
+    """Ids, verdicts and capabilities of every case; one run after the other is added."""
 
     runs: list[RunName] = field(default_factory=list)
     #: Place -> id -> the digits of its capabilities.
@@ -123,7 +123,7 @@ class Index:
 
 
 def evidence(result: CaseResult) -> Mapping[str, Any]:
-    """All that a page tells of one case in one run."""
+    """The content of a case's page for one run."""
     case = result.case
     sent = "-"
     if result.bytes_sent and result.bytes_expected:

@@ -1,4 +1,4 @@
-"""The output folder of a site: built beside it and put in its place whole, or not at all."""
+"""The output folder of a site: a complete new one takes its place, or nothing changes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _ELSEWHERE = {"capabilities", "cases"}
 
 @dataclass
 class Published:
-    """What later pages need of a run, once its own page is written."""
+    """The part of a run that later pages need, once its own page is written."""
 
     name: RunName
     is_kept: bool
@@ -286,7 +286,7 @@ def _linked(table: Table, ids: Collection[str], root: str) -> Table:
 
 
 def _by_hardware(runs: Sequence[Published]) -> tuple[Sequence[str], Sequence[Table]]:
-    """What differs between machines, in sentences and tables: the first run is the reference."""
+    """Differences between machines, in sentences and tables: the first run is the reference."""
     first, *others = (one.snapshot for one in runs)
     compared: list[RunComparison] = [compare(first, other) for other in others]
     report = hardware.report(first, compared)

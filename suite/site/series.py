@@ -1,4 +1,4 @@
-"""A series: a folder of baselines in the order in which their runs were added, and what changed.
+"""A series of runs: a folder of baselines in the order in which they were added, and changes.
 
     results/history/0001-<run>.json
                     0002-<run>.json

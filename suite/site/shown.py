@@ -93,7 +93,7 @@ def opened(name: str) -> Iterator[ShownRun]:
 
 
 def as_run(snapshot: Snapshot) -> Run:
-    """What a baseline keeps, as a run without a folder: no errors, seconds, reasons or records."""
+    """A baseline as a run without a folder: no errors, seconds, reasons or records."""
     invocations = [
         Invocation(
             command=[],

@@ -1,4 +1,4 @@
-"""Sentences of a site beside its runs: what broke, known failures, findings, and claims."""
+"""Defects and claims of a site: what broke, known failures, findings, and sentences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KnownFailure:
 
 @dataclass(frozen=True)
 class Found:
-    """What a run says of defects."""
+    """Defects that a run shows."""
 
     name: RunName
     broken: Sequence[FailureBlock]
@@ -43,7 +43,7 @@ class Found:
 
 
 def found(name: RunName, run: Run) -> Found:
-    """What broke in ``run``, a block for each cause, and what failed as expected."""
+    """Failures of ``run``, a block for each cause, and those that are known."""
     expected = grouped(
         ((r.case.implementation, r.case.scenario, r.case.xfail or ""), r.id)
         for r in run.cases
