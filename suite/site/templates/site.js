@@ -180,6 +180,9 @@ for (const note of document.querySelectorAll(".scriptless")) note.remove();
     return make("section", { class: "evidence", "aria-label": `Evidence of run ${run.name}` }, ...parts);
   };
 
+  // Lists and mappings of more characters are folded.
+  const LONG = 240;
+
   // Figures of all runs side by side: exact ones have tolerance 0, so any difference shows.
   const figures = (runs, found) => {
     const rows = new Map();
@@ -193,7 +196,9 @@ for (const note of document.querySelectorAll(".scriptless")) note.remove();
     const made = [...rows].sort().map(([name, values]) => make("tr", {}, make("th", { scope: "row" }, name), ...values.map((value) => {
       const known = values.filter((other) => other !== null);
       const differs = value !== null && value !== known[0];
-      return make("td", { class: differs ? "figure differs" : "figure" }, value ?? "-");
+      const long = value !== null && value.length > LONG;
+      const shown = long ? make("details", {}, make("summary", {}, `${value.slice(0, 60)} ...`), value) : value ?? "-";
+      return make("td", { class: differs ? "figure differs" : "figure" }, shown);
     })));
     return table("Figures of checks", "fits", ["figure", ...runs.map((run) => run.name)], made);
   };
@@ -226,7 +231,7 @@ for (const note of document.querySelectorAll(".scriptless")) note.remove();
         table("Verdict on each machine and version", "fits", ["run", "verdict", "error / bound", "bytes sent", "machine and version"], summary),
         ...runs.map((run, number) => block(run, found[number])).reverse(),
       );
-      if (found.some((told) => told.checks.length)) place.append(make("h2", {}, "Figures"), figures(runs, found));
+      if (found.some((told) => told.checks.length)) place.append(make("h2", {}, "Figures"), make("p", {}, "A sign marks what differs from the first run that has the figure. Peaks, resident and control bytes may differ between machines."), figures(runs, found));
       say("");
       document.dispatchEvent(new Event("toggle"));
     } catch (error) { say(error.message); }
