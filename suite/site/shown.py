@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from shardproof import axes
 from shardproof.case import Case, Lane
-from shardproof.checks import Outcome, Status
+from shardproof.checks import OF_UNTRAINED, Outcome, Status
 from shardproof.checks.results import CaseResult, Kill, rerun
 from shardproof.compare import baseline
 from shardproof.compare.exact_figures import DEPTH, LOSS_FACTOR, STATUS
@@ -106,18 +106,28 @@ def as_run(snapshot: Snapshot) -> Run:
         )
         for version in snapshot.versions
     ]
+    # A result without figures does not tell what was asked: of workloads that train nothing, others
+    # with the same workload do.
+    untrained = {
+        _workload(entry): check
+        for entry in snapshot.cases.values()
+        for check in OF_UNTRAINED
+        if check + STATUS in entry.figures
+    }
     return Run(
         Path(snapshot.name),
         Header(format=FORMAT, id=snapshot.name, invocations=invocations),
-        cases=[_result(entry) for entry in snapshot.cases.values()],
+        cases=[_result(entry, untrained) for entry in snapshot.cases.values()],
         kills=[_kill(name, killed) for name, killed in snapshot.kills.items()],
     )
 
 
-def _result(entry: Entry) -> CaseResult:
+def _result(entry: Entry, untrained: Mapping[str, str]) -> CaseResult:
     """The result that ``entry`` was reduced from, as far as its figures and its id tell it."""
     checks = _outcomes(entry.figures)
-    entry_checks = {outcome.check for outcome in checks}
+    asked = [outcome.check for outcome in checks]
+    if not asked and _workload(entry) in untrained:
+        asked = [untrained[_workload(entry)]]
     parts = entry.id.split("::")
     implementation, _, label = entry.implementation.partition("+")
     lane = next((part for part in parts if part in get_args(Lane)), "fp64")
@@ -130,8 +140,8 @@ def _result(entry: Entry) -> CaseResult:
         "backend": entry.backend,
         "mesh": _mesh(parts, entry.world),
         "lane": lane,
-        "checks": tuple(outcome.check for outcome in checks),
-        "expect": {"refuses": ""} if "refusals" in entry_checks else {"relation": relation},
+        "checks": tuple(asked),
+        "expect": {"refuses": ""} if "refusals" in asked else {"relation": relation},
         "source": entry.source,
     }
     case = from_plain(Case, told | dict(entry.cell))
@@ -148,6 +158,11 @@ def _result(entry: Entry) -> CaseResult:
         depth=depth,  # type: ignore[arg-type]
         loss_factor=None if factor is None else str(factor),
     )
+
+
+def _workload(entry: Entry) -> str:
+    cell: Any = entry.cell
+    return str(cell["workload"]["name"])
 
 
 def _outcomes(figures: Mapping[str, Any]) -> list[Outcome]:

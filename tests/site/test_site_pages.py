@@ -176,6 +176,16 @@ def test_a_baseline_is_read_as_the_run_that_it_kept(tmp_path: Path) -> None:
         assert next(both) == next(both)
 
 
+def test_a_skipped_call_of_a_baseline_trains_nothing() -> None:
+    """It has no figures; other calls of the same baseline tell which check it was for."""
+    with shown.opened(str(ROOT / "results/baselines/h200-x1.json")) as kept:
+        calls = [r for r in kept.run.cases if r.case.workload.name == "calls"]
+        assert {r.verdict for r in calls} >= {"pass", "skip", "xfail"}
+        assert {name for r in calls for name in capability_matrix.capabilities(r.case)} == {
+            "collectives"
+        }
+
+
 def test_claims_say_what_the_committed_pages_say() -> None:
     """Those are generated from computed figures; the site takes the stated ones, in no time."""
     pages = (ROOT / "docs/claims.md").read_text() + (ROOT / "docs/paper-tables.md").read_text()
