@@ -33,7 +33,7 @@ def anchors(results: Sequence[CaseResult]) -> dict[str, str]:
 
 
 def abouts(names: Collection[str]) -> dict[str, str]:
-    """Descriptions of the scenarios ``names``, by name; unknown scenarios are left out."""
+    """A mapping from ``names`` of scenarios to their descriptions; unknown scenarios have none."""
     # Each search reads the beginnings of all files, so there is one for all names.  A file may have
     # another name than its scenario: such files come last.
     paths = sorted(files_below(default_folder()), key=lambda path: path.stem not in names)
