@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -129,7 +130,9 @@ def show(
     moves = kept.moves(runs)
     if expression:
         moves = _chosen(moves, expression)
-    shown = [tables.runs(runs, ["-"] * (len(runs) - 1)).titled("Runs"), kept.table(moves, runs)]
+    listed = tables.runs(runs)
+    listed = replace(listed, headings=listed.headings[:-1], rows=[row[:-1] for row in listed.rows])
+    shown = [listed, kept.table(moves, runs)]
     closing = _sentence(len(runs), moves)
     if form == "markdown":
         echo("\n".join([*(t.section(2) for t in shown if t.rows), closing]), raw=True)

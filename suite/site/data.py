@@ -32,7 +32,8 @@ from shardproof.table import grouped
 PART = 40
 #: Characters of a nested figure that are shown; the run folder has all of it.
 _LONGEST = 4000
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+#: One for each verdict, and for each capability.
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 #: Stands for a case that a run left out, and for one that it does not have.
 _LEFT_OUT, _ABSENT = ".", "-"
 
@@ -61,7 +62,7 @@ class Index:
     def add(self, name: RunName, run: Run) -> Iterator[tuple[str, bytes]]:
         """Take in the cases of ``run``; names and contents of files with their evidence."""
         self.runs.append(name)
-        letters = {verdict: _DIGITS[at] for at, verdict in enumerate(verdicts.VERDICTS)}
+        letters = {verdict: DIGITS[at] for at, verdict in enumerate(verdicts.VERDICTS)}
         found: dict[str, str] = {}
         names = [*CAPABILITIES]
         groups = grouped(((r.case.implementation, r.case.backend), r) for r in run.cases)
@@ -72,7 +73,7 @@ class Index:
                 found[result.id] = letters[verdicts.kind(result.verdict)]
                 if result.id not in known:
                     asked = capabilities(result.case)
-                    known[result.id] = "".join(_DIGITS[names.index(one)] for one in asked)
+                    known[result.id] = "".join(DIGITS[names.index(one)] for one in asked)
             for part, start in enumerate(range(0, len(ordered), PART)):
                 file = f"{name.slug}/{group_name(place)}-{part}"
                 rows = [evidence(result) for result in ordered[start : start + PART]]

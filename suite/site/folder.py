@@ -46,16 +46,20 @@ def require_replaceable(output: Path) -> None:
         return
     if not output.is_dir():
         raise SelectionError(Problem("--output: is a file", "name a folder", str(output)))
-    there = {
-        p.relative_to(output).as_posix()
-        for p in output.rglob("*")
-        if p.is_symlink() or not p.is_dir()
-    }
-    others = sorted(there - _listed(output))
+    others = sorted(_files(output) - _listed(output))
     if others:
         what = f"--output: holds {len(others)} files of other origin: {some(others, _NAMED)}"
         remedy = "name a new folder, or move these files out of it"
         raise SelectionError(Problem(what, remedy, file=str(output)))
+
+
+def _files(folder: Path) -> set[str]:
+    """Every file and link in ``folder``, by its path from there."""
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }
 
 
 def _listed(output: Path) -> set[str]:
@@ -100,7 +104,12 @@ def _swap(fresh: Path, target: Path) -> None:
         fresh.rename(target)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent)) / "site"
-    target.rename(old)
+    try:
+        target.rename(old)
+    except OSError:
+        old.parent.rmdir()
+        _fill(fresh, target)
+        return
     try:
         fresh.rename(target)
     except OSError:
@@ -109,3 +118,12 @@ def _swap(fresh: Path, target: Path) -> None:
     finally:
         if target.exists():  # else the earlier site is all there is
             shutil.rmtree(old.parent, ignore_errors=True)
+
+
+def _fill(fresh: Path, target: Path) -> None:
+    """Put the files of ``fresh`` into ``target``, a folder that cannot be renamed, such as a volume
+    of a container; those of the earlier site that are not among them go last.
+    """
+    shutil.copytree(fresh, target, dirs_exist_ok=True)
+    for name in _files(target) - _listed(target):
+        (target / name).unlink()

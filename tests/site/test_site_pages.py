@@ -20,7 +20,7 @@ from synthetic_run import FULL, write_run
 from shardproof.report import capability_matrix
 from shardproof.report.capability_matrix import CAPABILITIES
 from shardproof.runs.run_folder import read
-from shardproof.site import shown, told
+from shardproof.site import data, shown, told
 from shardproof.site.command import FIRST_VIEW
 from shardproof.site.pages import Site, build
 from shardproof.verdicts import VERDICTS
@@ -357,6 +357,39 @@ def test_a_site_that_cannot_be_finished_leaves_the_earlier_one(
         build(BASELINES[:2], output, "Second", None)
     assert {p: p.read_bytes() for p in output.rglob("*") if p.is_file()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["site"]
+
+
+def test_a_folder_that_cannot_be_renamed_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A volume of a container is one."""
+    output, rename = tmp_path / "site", Path.rename
+    build(BASELINES[:2], output, "First", None)
+    here_it_was = output.stat().st_ino
+
+    def busy(path: Path, target: Path) -> Path:
+        if path == output:
+            raise OSError(16, "Device or resource busy", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", busy)
+    build(BASELINES[1:2], output, "Second", None)
+    assert output.stat().st_ino == here_it_was
+    assert [path.name for path in (output / "runs").iterdir()] == ["epyc-2-nodes-100mbit.html"]
+    assert "Second" in (output / "index.html").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["site"]
+
+
+def test_a_digit_stands_for_each_capability_and_verdict() -> None:
+    assert max(len(CAPABILITIES), len(VERDICTS)) <= len(data.DIGITS)
+
+
+def test_a_bundle_is_shown_as_its_run(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", cases=24)
+    packed = tmp_path / "run.tar.gz"
+    assert here("bundle", str(path), "--output", str(packed)).returncode == 0
+    done = here("site", str(packed), "--output", str(tmp_path / "site"))
+    assert done.returncode == 0 and "1 run, 24 cases" in done.stdout, done.stderr
 
 
 def test_runs_with_one_name_have_pages_of_their_own(tmp_path: Path) -> None:
