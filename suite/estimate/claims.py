@@ -93,6 +93,22 @@ class ClaimFile(Model):
     faults: list[str] = Field([], description="planted faults: the sentence taken at its word")
     measured: Measured | None = Field(None, description="cases that measure it")
 
+    @property
+    def stated(self) -> str:
+        """The verdict by the right values that the file states, in no time: nothing is computed."""
+        told = [_agrees(row, Fraction(row.honest)) for row in self.figures]
+        told += [self.measured.agrees] if self.measured else []
+        return self.verdict([*told, *(False for _ in self.faults)])
+
+    def verdict(self, agree: Sequence[bool | None]) -> str:
+        """``true``, ``true if CONDITION`` or ``wrong``, by what figures say of the sentence;
+        ``open`` where something is missing.
+        """
+        told = [one for one in agree if one is not None]
+        held = f"true if {self.condition}" if any(told) else "wrong"
+        decided = ["true" if all(told) else held] if told else []
+        return "; ".join(decided + ([f"open: {self.needs}"] if self.needs else []))
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -199,11 +215,8 @@ class Claim:
         return found
 
     def verdict(self) -> str:
-        """``true``, ``true if CONDITION`` or ``wrong``; ``open`` where something is missing."""
-        told = [f.agrees for f in self.all_figures({}) if f.agrees is not None]
-        held = f"true if {self.file.condition}" if any(told) else "wrong"
-        decided = ["true" if all(told) else held] if told else []
-        return "; ".join(decided + ([f"open: {self.file.needs}"] if self.file.needs else []))
+        """:meth:`ClaimFile.verdict` by computed figures."""
+        return self.file.verdict([figure.agrees for figure in self.all_figures({})])
 
 
 def read(path: Path) -> Claim:
@@ -220,11 +233,16 @@ def read(path: Path) -> Claim:
     return claim
 
 
+def _agrees(row: FigureModel, value: Fraction) -> bool | None:
+    """Whether ``value`` is what the sentence claims; ``None``: it claims nothing of this figure."""
+    if row.claimed is None:
+        return None
+    sign, given = _COMPARED.match(row.claimed).groups()  # type: ignore[union-attr]
+    return _SIGNS[sign or ""](value, Fraction(given))
+
+
 def _figure(row: FigureModel, value: Fraction) -> Figure:
-    agrees = None
-    if row.claimed is not None:
-        sign, given = _COMPARED.match(row.claimed).groups()  # type: ignore[union-attr]
-        agrees = _SIGNS[sign or ""](value, Fraction(given))
+    agrees = _agrees(row, value)
     digits = -int(Decimal(row.honest).as_tuple().exponent)
     is_right = abs(value - Fraction(row.honest)) <= Fraction(1, 2 * 10**digits)
     shown = f"{float(value):,.{max(digits, 0)}f}"

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from html import escape
 
 from shardproof import verdicts
 from shardproof.checks.results import CaseResult
 from shardproof.errors import InputError
 from shardproof.report.brief import counted
-from shardproof.scenarios.load import find
+from shardproof.scenarios.load import default_folder, files_below, load
 from shardproof.table import Table, TableCell, grouped
 
 
 def table(results: Sequence[CaseResult]) -> Table:
     """A row for each scenario, which cases lead to."""
     members = grouped((result.case.scenario, result) for result in results)
-    rows, at = [], anchors(results)
+    rows, at, about = [], anchors(results), abouts(members)
     for name, cases in sorted(members.items()):
         anchor = TableCell(name, html=f'<span id="{at[name]}">{escape(name)}</span>')
         again = TableCell(f"shardproof run {shlex.quote(name)} --tier full", style_class="code")
-        rows.append((anchor, about(name), counted(verdicts.count(cases)), again))
+        rows.append((anchor, about.get(name, ""), counted(verdicts.count(cases)), again))
     return Table("Scenarios", ("scenario", "what it is for", "verdicts", "run it again"), rows)
 
 
@@ -31,9 +32,14 @@ def anchors(results: Sequence[CaseResult]) -> dict[str, str]:
     return {name: f"s-{number}" for number, name in enumerate(names, 1)}
 
 
-def about(name: str) -> str:
-    """The scenario's description of itself; empty: this machine does not have it."""
-    try:
-        return " ".join(find([name])[0].scenario.about.split())
-    except InputError:
-        return ""
+def abouts(names: Collection[str]) -> dict[str, str]:
+    """A mapping from ``names`` of scenarios to their descriptions; unknown scenarios have none."""
+    # Each search reads the beginnings of all files, so there is one for all names.  A file may have
+    # another name than its scenario: such files come last.
+    paths = sorted(files_below(default_folder()), key=lambda path: path.stem not in names)
+    found: dict[str, str] = {}
+    while paths and not found.keys() >= {*names}:
+        with suppress(InputError):
+            file = load(paths.pop(0))
+            found[file.name] = " ".join(file.scenario.about.split())
+    return found

@@ -97,7 +97,7 @@ def run_by_a_wing(arguments: Sequence[str]) -> Callable[[Any, Any], int] | None:
     found: dict[Path, FileKind | None] = {}
     for path in map(named, arguments):
         found |= files_of_wings(path) if path.is_dir() else {path: kind_of(path)}
-        found |= dict.fromkeys(_files_below(path) if path.is_dir() else ())
+        found |= dict.fromkeys(files_below(path) if path.is_dir() else ())
     kinds = {kind.name if kind else "": kind for kind in found.values()}
     kind = next(iter(kinds.values()), None)
     return partial(kind.run, [*found]) if kind and kind.run and len(kinds) == 1 else None
@@ -191,7 +191,7 @@ def _paths(argument: str, root: Path) -> list[Path]:
         return _judged_in(path)
     if is_file or path.suffix in (".yaml", ".yml"):
         return [path]
-    stems = {candidate.stem: candidate for candidate in _files_below(root)}
+    stems = {candidate.stem: candidate for candidate in files_below(root)}
     if argument in stems:
         return [stems[argument]]
     if (root / argument).is_dir():
@@ -217,14 +217,14 @@ def _paths(argument: str, root: Path) -> list[Path]:
 
 def _judged_in(folder: Path) -> list[Path]:
     """The scenarios below a named folder; a folder with only files of wings is an error."""
-    files = _files_below(folder)
+    files = files_below(folder)
     if not files and (others := files_of_wings(folder)):
         kind = next(iter(others.values()))
         raise SelectionError(_not_judged(folder, f"a folder of {kind.name} scenarios", kind))
     return files
 
 
-def _files_below(folder: Path) -> list[Path]:
+def files_below(folder: Path) -> list[Path]:
     """The scenarios that are judged."""
     return [
         path

@@ -1,0 +1,1 @@
+"""``shardproof site``: runs as static pages that open offline; ``history``: a series of runs."""
