@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from shardproof import checks
 from shardproof.checks import traffic
 from shardproof.costs import NoCostModel
 from shardproof.evidence.assembled import Evidence
@@ -53,7 +54,25 @@ def first(evidence: Evidence, recordings: Mapping[int, Recording]) -> Difference
                     what = f"step {step} sends {_text(sent)} bytes by {key[1]} over axis {key[0]}"
                     right = f"{what}, expected {_text(total)}"
                     return Difference(right, f"the last such call is {near[-1].name}", near[-1])
+        if (control := _control(evidence, recordings, step)) is not None:
+            return control
     return None
+
+
+def _control(
+    evidence: Evidence, recordings: Mapping[int, Recording], step: int
+) -> Difference | None:
+    """The largest call that moves integers, where the check says that they are too many."""
+    outcome = checks.decide("traffic", evidence)
+    if outcome.status != "fail":
+        return None
+    every = [e for r in recordings.values() for e in r.events if e.kind == "call"]
+    own = [e for e in every if e.step == step and e.phase in _PHASES and _bytes(e, False)]
+    if not own:
+        return None
+    largest = max(own, key=lambda e: (_bytes(e, False), -e.number))
+    wrong = f"the largest call of integers on rank {largest.rank} is {largest.more['text']}"
+    return Difference(outcome.message, wrong, largest)
 
 
 def _made(

@@ -44,6 +44,7 @@ class Finding(Stored):
 
     ``right``: the last thing that is right; ``wrong``: the first that is not.  ``operation``: what
     lies between them; ``place``: its line; ``calls``: the lines that led there, innermost first.
+    ``origin``: the line that gave the operation its number, or its settings.
     ``tensor``, ``step``, ``point``, ``ranks``: of what was seen to be wrong.
     """
 
@@ -56,6 +57,7 @@ class Finding(Stored):
     operation: str = ""
     place: Place | None = None
     calls: Sequence[Place] = field(default_factory=tuple)
+    origin: Place | None = None
     tensor: str = ""
     step: int = -1
     point: str = ""
@@ -83,18 +85,28 @@ def spelt_places(found: Sequence[Frame]) -> tuple[Place, ...]:
 def place_of(found: Sequence[Frame], system: type[Implementation]) -> Place | None:
     """The line to look at: the innermost one in the file of the system's own class.
 
-    If that file does not stand on the stack, that of the class that it comes from, and so on; else
-    the innermost line of all.
+    If that file does not stand on the stack, that of the strategy that it comes from; else the
+    innermost line of all.
     """
-    for owner in system.__mro__:
-        module = sys.modules.get(owner.__module__)
-        file = getattr(module, "__file__", None)
-        if file is None or owner is Implementation or not issubclass(owner, Implementation):
-            continue
+    for file in own_files(system):
         for frame in found:
-            if Path(frame[0]).resolve() == Path(file).resolve():
+            if Path(frame[0]).resolve() == file:
                 return spelt_places([frame])[0]
     return spelt_places(found[:1])[0] if found else None
+
+
+def own_files(system: type[Implementation]) -> list[Path]:
+    """The files of the system's own class, and of those that it comes from and are strategies."""
+    owners = [
+        owner
+        for place, owner in enumerate(system.__mro__)
+        if issubclass(owner, Implementation)
+        and owner is not Implementation
+        and (place == 0 or "strategy" in vars(owner))
+    ]
+    modules = [sys.modules.get(owner.__module__) for owner in owners]
+    files = [getattr(module, "__file__", None) for module in modules]
+    return list(dict.fromkeys(Path(file).resolve() for file in files if file))
 
 
 def nothing(case: str, verdict: str, note: str = "") -> Finding:

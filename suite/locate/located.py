@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from shardproof import registry, verdicts, workloads
+from shardproof import axes, registry, verdicts, workloads
 from shardproof.backends.errors import few_spans
 from shardproof.case import Case
 from shardproof.cases.leader import judge_case
@@ -18,12 +18,13 @@ from shardproof.contract import Implementation
 from shardproof.evidence.account import Account
 from shardproof.evidence.assembled import Evidence
 from shardproof.launch.ranks import root_cause
-from shardproof.locate import calls, known
+from shardproof.locate import calls, finding, known
 from shardproof.locate.finding import Finding, Place, nothing, place_of, spelt_places
 from shardproof.locate.host import RecordingHost
 from shardproof.locate.observed import Moments, Shown
 from shardproof.locate.recorded import Event, Recording
 from shardproof.locate.walk import Suspect, Walk
+from shardproof.ledgers import places
 from shardproof.oracle.kinds import Ran, oracle_of
 
 #: Wrong tensors from which the walk starts at most, in each moment.
@@ -90,7 +91,39 @@ class _Search:
                 wrong=difference.wrong,
                 sentence=f"{difference.right}; {difference.wrong}{_at(place)}",
             )
-        return self._unplaced("no tensor and no call that was recorded differs")
+        return self._last_written() or self._unplaced("no recorded tensor or call differs")
+
+    def _last_written(self) -> Finding | None:
+        """Of a tensor that a check names and the oracle does not have: who wrote it last."""
+        failed = (o.worst for o in self.result.checks if o.status == "fail")
+        for worst in (each for each in failed if each is not None):
+            point, _, kind = worst.phase.rpartition(" ")
+            for recording in self.recordings.values():
+                for event in recording.events:
+                    more = event.more
+                    is_it = event.kind == "seen" and event.name == worst.name
+                    if not is_it or event.step != worst.step or more["what"] != kind:
+                        continue
+                    if event.step >= 0 and more["point"] != point:
+                        continue
+                    writer = next(recording.writers(event.reads[0], event.number), None)
+                    if writer is not None:
+                        return self._written(worst.name, kind, event, writer)
+        return None
+
+    def _written(self, name: str, kind: str, event: Event, writer: Event) -> Finding:
+        place = place_of(writer.places, self.system)
+        right = f"no earlier tensor is wrong than the {kind} {name!r} on rank {event.rank}"
+        wrong = f"it was last written by {_operation(self._cause(writer))}{_at(place)}"
+        return replace(
+            self._base("operation", writer, place),
+            operation=self._cause(writer).name,
+            right=right,
+            wrong=wrong,
+            sentence=f"{right}; {wrong}{_where(writer)}",
+            tensor=name,
+            point=event.more["point"],
+        )
 
     # -------------------------------------------------------------------------------- numbers
 
@@ -111,7 +144,19 @@ class _Search:
             values, contributions = known.collect(
                 evidence, lambda: oracle.trained(Path(empty), Ran(len(shares), events)), last
             )
-        return Walk(self.recordings, values), contributions
+        return Walk(self.recordings, values, self._peers()), contributions
+
+    def _peers(self) -> dict[int, list[list[int]]]:
+        """The ranks with which each splits the computation of a sample, by axis and by all."""
+        mesh = self.case.mesh
+        along = axes.combining(mesh)
+        sets = {(axis,) for axis in along} | {tuple(along)}
+        found: dict[int, list[list[int]]] = {rank: [] for rank in self.recordings}
+        for chosen in (each for each in sets if axes.size(mesh, each) > 1):
+            for group in places.groups_along(mesh, "+".join(chosen)):
+                for rank in group:
+                    found.setdefault(rank, []).append(list(group))
+        return found
 
     def _moment(
         self, evidence: Evidence, step: int, point: str, shown: Sequence[Shown], wrong: list[Shown]
@@ -139,14 +184,46 @@ class _Search:
         first = f"wrong after it{after}{_at(place)}"
         if suspect.broke:
             right += " (each member gives right values, and the result is not their sum)"
+        origin, words = self._origin(walk, suspect.at)
         return replace(
             self._base("operation", suspect.at, place),
             operation=suspect.at.name,
             right=right,
             wrong=first,
-            sentence=f"{right}, and {first}{_where(suspect.at)}",
+            sentence=f"{right}, and {first}{words}{_where(suspect.at)}",
+            origin=origin,
             **_of_start(start, wrong),
         )
+
+    def _origin(
+        self, walk: Walk, event: Event, numbers: Sequence[float] = ()
+    ) -> tuple[Place | None, str]:
+        """The line from which an operation has its numbers or values, and that in words."""
+        before = self.recordings[event.rank].events[: event.number]
+        if event.more.get("updates"):
+            found = [e for e in before if e.kind == "set"]
+            # Of the system's own file the last, for the rate is set in every step.
+            last = ([e for e in found if self._is_own(e)] or found)[-1:]
+            for each in last:
+                place = place_of(each.places, self.system)
+                return place, f"; the settings of the optimizer come from{_at(place)}"
+        for number in (*event.more.get("scalars", ()), *numbers):
+            wanted = [number, -number, *([1 / number] if number else [])]
+            for each in reversed(before):
+                if each.kind == "returned" and each.more["value"] in wanted:
+                    place = spelt_places(each.places[:1])[0]
+                    return place, f"; the number {number:g} comes from{_at(place)}"
+        if not self._is_own(event):
+            own = walk.upstream(event, self._is_own)
+            if own is not None:
+                place = place_of(own.places, self.system)
+                return place, f"; what it works on comes from{_at(place)}"
+        return None, ""
+
+    def _is_own(self, event: Event) -> bool:
+        """Whether the file of the system's own class stands on the stack of ``event``."""
+        own = finding.own_files(self.system)[:1]
+        return any(Path(file).resolve() in own for file, _, _ in event.places)
 
     def _moved(
         self,
@@ -168,22 +245,29 @@ class _Search:
         if held and others is not None:
             place = place_of(others.places, self.system)
             lacks = f"{_operation(self._cause(others))}, which other tensors get{_at(place)}"
+            origin, words = self._origin(walk, writer or others)
             return replace(
                 self._base("missing", others, place),
                 operation=self._cause(others).name,
                 right=f"{last}{done}",
                 wrong=f"it lacks {lacks}",
-                sentence=f"{last}{done}; it lacks {lacks}",
+                sentence=f"{last}{done}{words}; it lacks {lacks}",
+                origin=origin,
                 **_of_start(start, wrong),
             )
         at = writer or others or event
         place = place_of(at.places, self.system)
+        times = start.times
+        if times is not None:
+            last = f"{_what(start)} is {times:g} times the expected one"
+        origin, words = self._origin(walk, at, [] if times is None else [times])
         return replace(
             self._base("moved", at, place),
             operation=self._cause(at).name,
             right="every value is right somewhere",
             wrong=f"{last}{done}",
-            sentence=f"{last}{done}",
+            sentence=f"{last}{done}{words}",
+            origin=origin,
             **_of_start(start, wrong),
         )
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardproof import axes
 from shardproof.contract import POINTS, Piece
+from shardproof.costs.expression import evaluate
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.held import part
 from shardproof.locate.recorded import Event, Recording
@@ -48,6 +50,17 @@ class Shown:
         return off
 
     @property
+    def times(self) -> float | None:
+        """The number by which all that is expected was multiplied; ``None``: by none."""
+        held, expected = (t.reshape(-1).to(torch.float64) for t in (self.held, self.expected))
+        square = float(expected.dot(expected)) if held.numel() == expected.numel() else 0.0
+        if not square:
+            return None
+        factor = float(held.dot(expected)) / square
+        is_it = torch.allclose(held, expected * factor, rtol=1e-9, atol=1e-13)
+        return float(f"{factor:.9g}") if is_it and factor else None
+
+    @property
     def is_wrong(self) -> bool:
         """Whether an element is."""
         return bool(self.wrong.any())
@@ -60,6 +73,7 @@ class Moments:
         self.evidence, self.recordings = evidence, recordings
         self.initial = for_case(evidence.case).state()
         self.zero = evidence.workload.zero_gradient
+        self.factor = float(evaluate(evidence.declaration.loss_factor, evidence.facts))
 
     def __iter__(self) -> Iterator[tuple[int, str, list[Shown]]]:
         """(step, point, what was shown), in program order."""
@@ -102,7 +116,14 @@ class Moments:
         if event.name == "norm":
             clips = truth.clipped is not None
             return Shown(event, step, "norm", "norm", "norm", held, truth.norm) if clips else None
-        return None
+        # Ranks that have other positions each tell a part of the loss.
+        if axes.parts(self.evidence.case.mesh, "positions") > 1 or truth.skipped:
+            return None
+        share = self.evidence.records[event.rank].steps[step].share
+        if share is None or share >= len(truth.losses):
+            return None
+        loss = torch.tensor(float(truth.losses[share]), dtype=torch.float64) * self.factor
+        return Shown(event, step, "loss", "loss", "loss", held.to(torch.float64), loss)
 
     def _of_rank(self, event: Event, step: int) -> TruthStep:
         truth = self.evidence.truth.steps[step]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -90,6 +90,40 @@ class Recording:
             missing = left
             if not missing:
                 return
+
+    @cached_property
+    def _views(self) -> Mapping[int, list[Event]]:
+        found: dict[int, list[Event]] = defaultdict(list)
+        for event in self.events:
+            if event.kind == "view":
+                found[event.reads[0].storage].append(event)
+        return found
+
+    def views(self, region: Region, before: int) -> Iterator[Event]:
+        """The views that were made of the storage of ``region``, last first, since it was written."""
+        since = next((w.number for w in self.writers(region, before)), -1)
+        for event in reversed(self._views.get(region.storage, [])):
+            if since < event.number < before:
+                yield event
+
+    @cached_property
+    def _turns(self) -> tuple[Mapping[int, int], Mapping[Any, Event]]:
+        counts, turns, events = Counter[Any](), dict[int, int](), dict[Any, Event]()
+        for event in self.events:
+            if event.kind == "op":
+                key = (event.name, event.places, event.step, event.phase, event.unit)
+                turns[event.number], events[*key, counts[key]] = counts[key], event
+                counts[key] += 1
+        return turns, events
+
+    def turn(self, event: Event) -> int:
+        """How often the operator ran at that place before ``event``."""
+        return self._turns[0][event.number]
+
+    def at_turn(self, like: Event, turn: int) -> Event | None:
+        """The event of this rank that is to it what ``like`` is to another."""
+        key = (like.name, like.places, like.step, like.phase, like.unit, turn)
+        return self._turns[1].get(key)
 
     @cached_property
     def calls(self) -> Mapping[tuple[Any, ...], Event]:

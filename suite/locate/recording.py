@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardproof import tensor_bytes
@@ -43,6 +44,9 @@ _HANDS_ON = tuple(
     f"{_TORCH}/distributed/{name}"
     for name in ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
 )
+#: Views that leave a part out.
+_PARTS = tuple(f"aten.{name}" for name in ("slice", "split", "select", "narrow", "chunk", "unbind"))
+_OPTIMIZERS = f"{_TORCH}/optim/"
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 #: Storage, first and last byte, content (a number in ``tensors``; -1: not kept).
@@ -68,6 +72,8 @@ class Recorder(TorchDispatchMode):
         self._calls = Counter[tuple[Any, ...]]()
         self._handed_on: list[Region] | None = None
         self._in_observation = 0
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._settings: dict[int, list[dict[str, Any]]] = {}
 
     # ------------------------------------------------------------------------ around the program
 
@@ -75,11 +81,14 @@ class Recorder(TorchDispatchMode):
         _CURRENT.set(self, process=False)
         self._before = base.INJECTION.get()
         base.INJECTION.set(_Calls(self, self._before), process=False)
+        self._profiled = sys.getprofile()
+        sys.setprofile(self._returns)
         super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
+        sys.setprofile(self._profiled)
         base.INJECTION.set(self._before, process=False)
         _CURRENT.set(None, process=False)
 
@@ -101,13 +110,18 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if FakeTensor in types:  # DTensor runs every operator on fakes once, to learn shapes
+            return func(*args, **kwargs)
         for cls in types:
             # Wrappers (DTensor) go first and come back here as the tensors that they hold.
             if cls.__torch_dispatch__ is not _NO_DISPATCH:
                 return NotImplemented
         if func.namespace in _CALLS:
             return self._hand_on(func, args, kwargs)
-        if not self._records() or operators.learn(func)[0] == operators.VIEW:
+        if not self._records():
+            return func(*args, **kwargs)
+        if operators.learn(func)[0] == operators.VIEW:
+            self._viewed(func, args)
             return func(*args, **kwargs)
         place = self._place()
         if place < 0:
@@ -120,8 +134,18 @@ class Recorder(TorchDispatchMode):
         written = [t for t in nested_tensors((changed, result)) if _plain(t)]
         unique = {(id(t.untyped_storage()), t.storage_offset()): t for t in written}
         if unique:
-            self.add("op", str(func), place, given, self._written(unique.values()))
+            scalars = [x for x in (*args, *kwargs.values()) if type(x) is float]
+            wrote = self._written(unique.values())
+            more = {"scalars": scalars, "updates": _is_updating()}
+            self.add("op", str(func), place, given, wrote, **more)
         return result
+
+    def _viewed(self, func: Any, args: Any) -> None:
+        """Note a view of a part, which moves values without an operator that writes."""
+        if str(func).startswith(_PARTS) and _plain(args[0]) and (place := self._place()) >= 0:
+            key = args[0].untyped_storage()._cdata
+            self._held.setdefault(key, args[0].untyped_storage())
+            self.add("view", str(func), place, [(key, 0, 0, -1)], [])
 
     def _hand_on(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Functional collectives copy their input in C++, where no mode sees it."""
@@ -240,6 +264,36 @@ class Recorder(TorchDispatchMode):
                 }
                 self.observed(kind, piece.name, tensor, point=point, **place)
 
+    # ------------------------------------------------------------------- numbers from Python
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what becomes of the settings of ``optimizer``."""
+        if not any(one is optimizer for one in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def _returns(self, frame: Any, event: str, value: Any) -> None:
+        """A function of the system returned: a number, or with other settings of an optimizer."""
+        if event != "return" or not _is_of_a_system(frame.f_code.co_filename):
+            return
+        if self.truncated or _CURRENT.get() is not self:
+            return
+        if type(value) in (int, float) and value not in (0, 1):
+            self._note(frame, "returned", [], value=float(value))
+        if isinstance(value, list) and value and all(_is_group(each) for each in value):
+            self._note(frame, "set", [_settings(group) for group in value], value=0.0)
+        for optimizer in self._optimizers:
+            now = [_settings(group) for group in optimizer.param_groups]
+            before = self._settings.get(id(optimizer))
+            if now != before:
+                self._settings[id(optimizer)] = now
+                self._note(frame, "set", now, value=0.0)
+
+    def _note(self, frame: Any, kind: str, settings: list[Any], value: float) -> None:
+        log = program_order.current()
+        if log is not None and log.number <= self.last:
+            place = self._place(frame)
+            self.add(kind, kind, place, [], [], settings=settings, value=value)
+
     # ------------------------------------------------------------------------------- contents
 
     def _written(self, tensors: Iterable[Tensor]) -> list[Region]:
@@ -275,10 +329,10 @@ class Recorder(TorchDispatchMode):
         self.bytes += tensor.nbytes
         return len(self.tensors) - 1
 
-    def _place(self) -> int:
+    def _place(self, frame: Any = None) -> int:
         """The number of the calling frames of the system; -1: the suite itself computes."""
         found = []
-        frame = sys._getframe(2)
+        frame = frame or sys._getframe(2)
         while frame is not None and len(found) < MOST_FRAMES:
             code = frame.f_code
             if _is_of_a_system(code.co_filename):
@@ -301,6 +355,31 @@ def _is_of_a_system(file: str) -> bool:
     if file.startswith(_TORCH):
         return file.startswith(_SYSTEMS)
     return not frames.is_judge(file) and not frames.is_library(file)
+
+
+def _is_updating() -> bool:
+    """Whether an optimizer of torch computes."""
+    frame, depth = sys._getframe(2), 0
+    while frame is not None and depth < MOST_FRAMES:
+        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
+            return True
+        frame, depth = frame.f_back, depth + 1
+    return False
+
+
+def _is_group(value: Any) -> bool:
+    """Whether ``value`` is a parameter group of an optimizer."""
+    return isinstance(value, dict) and "params" in value
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a parameter group."""
+    plain = (int, float, list, tuple)
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in group.items()
+        if name != "params" and isinstance(value, plain) and not isinstance(value, bool)
+    }
 
 
 @cache
@@ -353,7 +432,8 @@ def watch(system: type[Implementation]) -> None:
     """Let recorders of this process see what ``system`` shows and returns; for its life."""
     if "_recorded" in vars(system):
         return
-    shown, step = system.local_state, system.step
+    shown, step, further = system.local_state, system.step, system.extra_state
+    add_group = torch.optim.Optimizer.add_param_group
 
     def local_state(self: Any, kind: Any) -> list[Piece]:
         recorder = _CURRENT.get()
@@ -373,6 +453,27 @@ def watch(system: type[Implementation]) -> None:
                     recorder.observed("result", name, value)
         return result
 
+    def extra_state(self: Any) -> Any:
+        recorder = _CURRENT.get()
+        if recorder is None:
+            return further(self)
+        with recorder.observing():
+            state = further(self)
+            if isinstance(state, Mapping):
+                named = state.items()
+                state_pieces = [Piece.whole(n, v) for n, v in named if isinstance(v, Tensor)]
+            else:
+                state_pieces = list(state)
+            recorder.pieces("extra", state_pieces)
+        return state
+
+    def added(self: Any, *given: Any, **named: Any) -> Any:
+        if (recorder := _CURRENT.get()) is not None:
+            recorder.optimizer(self)
+        return add_group(self, *given, **named)
+
+    torch.optim.Optimizer.add_param_group = added  # type: ignore[method-assign]
+    system.extra_state = extra_state  # type: ignore[method-assign]
     system.local_state = local_state  # type: ignore[method-assign]
     system.step = stepped  # type: ignore[method-assign]
     system._recorded = True  # type: ignore[attr-defined]

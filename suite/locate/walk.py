@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,10 @@ from shardproof.locate.recorded import Event, Recording, Region, call_key
 
 #: Events that a walk looks at.
 MOST_VISITED = 20_000
+
+
+#: Events that are looked at for the line of the system from which a value comes.
+MOST_UPSTREAM = 60
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class Walk:
 
     recordings: Mapping[int, Recording]
     known: Known
+    #: Of each rank the sets of ranks with which it splits computations, itself among them.
+    peers: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+    _terms: dict[tuple[int, int], bool] = field(default_factory=dict)
     _right: dict[int, bool] = field(default_factory=dict)
     _kept: list[Tensor] = field(default_factory=list)
 
@@ -50,6 +57,70 @@ class Walk:
             self._right[key] = self.known.is_right(tensor)
         return self._right[key]
 
+    def is_made_right(self, event: Event, wrong: Region) -> bool:
+        """Whether what ``event`` wrote of ``wrong`` is right, or a term of a right sum over ranks.
+
+        Ranks that split a computation hold such terms: the oracle has none of them.
+        """
+        written = [w for w in event.writes if w.overlaps(wrong)]
+        if all(self.is_right(w) for w in written):
+            return True
+        if event.kind != "op" or len(written) != 1 or len(self.recordings) < 2:
+            return False
+        return self._is_term(event, written[0])
+
+    def _is_term(self, event: Event, written: Region) -> bool:
+        key = (event.rank, event.number)
+        if key not in self._terms:
+            self._terms[key] = any(
+                self.known.is_right(torch.stack(terms).sum(0))
+                for terms in self._terms_of(event, written)
+            )
+        return self._terms[key]
+
+    def twins(self, event: Event) -> list[Event]:
+        """What the ranks that share its computation did in the place of ``event``."""
+        if event.kind != "op":
+            return []
+        turn = self.recordings[event.rank].turn(event)
+        ranks = {r for peers in self.peers.get(event.rank, ()) for r in peers} - {event.rank}
+        found = (self.recordings[r].at_turn(event, turn) for r in ranks if r in self.recordings)
+        return [twin for twin in found if twin is not None]
+
+    def upstream(self, event: Event, wanted: Callable[[Event], bool]) -> Event | None:
+        """The nearest event that ``event`` was made of, itself first, that is ``wanted``."""
+        seen, queue = {(event.rank, event.number)}, [event]
+        while queue and len(seen) < MOST_UPSTREAM:
+            now = queue.pop(0)
+            if wanted(now):
+                return now
+            cause = self.cause(now)
+            for reader, region in self.inputs(now):
+                recording = self.recordings[reader.rank]
+                views = recording.views(region, cause.number if reader is now else reader.number)
+                if (view := next(filter(wanted, views), None)) is not None:
+                    return view
+                for writer in recording.writers(region, reader.number):
+                    if (writer.rank, writer.number) not in seen:
+                        seen.add((writer.rank, writer.number))
+                        queue.append(self.cause(writer) if wanted(self.cause(writer)) else writer)
+        return None
+
+    def _terms_of(self, event: Event, written: Region) -> Iterator[list[Tensor]]:
+        """What the peers of ``event`` wrote at the same place, for each set of peers."""
+        recording = self.recordings[event.rank]
+        at = event.writes.index(written)
+        turn = recording.turn(event)
+        for peers in self.peers.get(event.rank, ()):
+            twins = [self.recordings[r].at_turn(event, turn) for r in peers if r in self.recordings]
+            contents = [
+                twin.writes[at].content for twin in twins if twin and len(twin.writes) > at
+            ]
+            found = [c.to(torch.float64) for c in contents if c is not None]
+            same = len({tuple(c.shape) for c in found}) == 1
+            if len(found) == len(peers) and same and found[0].is_floating_point():
+                yield found
+
     def suspects(self, start: Event, region: Region) -> list[Suspect]:
         """The events from which what is wrong in ``region``, read by ``start``, comes."""
         found: list[Suspect] = []
@@ -61,11 +132,14 @@ class Walk:
                 if (rank, event.number) in seen:
                     continue
                 seen.add((rank, event.number))
-                if not any(not self.is_right(w) for w in event.writes if w.overlaps(wrong)):
+                if event.kind not in ("op", "done") or self.is_made_right(event, wrong):
                     continue
                 inputs = list(self.inputs(event))
                 bad = [(e, r) for e, r in inputs if not self.is_right(r)]
                 broke = event.kind == "done" and self.breaks(event)
+                if not broke and not bad:
+                    # A term of a sum is as wrong as the terms of the other ranks.
+                    bad = [(e, r) for e in self.twins(event) for r in e.reads if not self.is_right(r)]
                 if broke or not bad:
                     found.append(Suspect(self.cause(event), event, depth, broke))
                     continue

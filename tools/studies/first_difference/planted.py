@@ -85,7 +85,7 @@ def ranges(mutant: Any) -> list[Range]:
 def named(finding: Finding, mutant: Any) -> Named:
     """How a finding names the fault."""
     own = ranges(mutant)
-    if finding.place is not None and any(one.has(finding.place) for one in own):
+    if any(one.has(place) for one in own for place in (finding.place, finding.origin) if place):
         return "line"
     if any(one.has(place, 0) for one in own for place in finding.calls):
         return "operation"
