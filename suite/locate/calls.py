@@ -42,6 +42,8 @@ def first(evidence: Evidence, recordings: Mapping[int, Recording]) -> Difference
             total, most = promised.get(key, (Fraction(0), 0))
             promised[key] = total + flow.bytes, most + flow.range[1]
         made = _made(evidence, recordings, step)
+        if step and (other := _unlike(recordings, step, made, promised)) is not None:
+            return other
         surplus = [d for d in map(lambda k: _beyond(made[k], promised.get(k), k, step), made) if d]
         if surplus:
             return min(surplus, key=lambda d: (d.event.number, d.event.rank))
@@ -59,6 +61,25 @@ def first(evidence: Evidence, recordings: Mapping[int, Recording]) -> Difference
     return None
 
 
+def _unlike(
+    recordings: Mapping[int, Recording],
+    step: int,
+    made: Mapping[_Key, list[Event]],
+    promised: Mapping[_Key, tuple[Fraction, int]],
+) -> Difference | None:
+    """The first call of a step with a surplus that the step before, which had none, lacks."""
+    beyond = {key for key, own in made.items() if _beyond(own, promised.get(key), key, step)}
+    for recording in recordings.values() if beyond else ():
+        calls = [e for e in recording.events if e.kind == "call" and e.phase in _PHASES]
+        now, before = ([e for e in calls if e.step == s] for s in (step, step - 1))
+        for place, event in enumerate(now):
+            twin = before[place] if place < len(before) else None
+            if twin is None or (twin.name, twin.more["loads"]) != (event.name, event.more["loads"]):
+                right = f"on rank {event.rank} step {step} makes {place} calls as step {step - 1} does"
+                return Difference(right, f"the next is {event.more['text']}", event)
+    return None
+
+
 def _control(
     evidence: Evidence, recordings: Mapping[int, Recording], step: int
 ) -> Difference | None:
@@ -70,6 +91,14 @@ def _control(
     own = [e for e in every if e.step == step and e.phase in _PHASES and _bytes(e, False)]
     if not own:
         return None
+    model = traffic.promise_of(evidence, step)
+    for record in evidence.records if model is not None else ():
+        limits = model.agreements(record.rank) if model is not None else None
+        told = [e for e in every if e.rank == record.rank and e.name == "broadcast"]
+        told = [e for e in told if e.phase == "update" and _bytes(e, False)]
+        if limits is not None and len(told) > limits[1]:
+            late = told[limits[1]]
+            return Difference(outcome.message, f"it does so in step {late.step}", late)
     largest = max(own, key=lambda e: (_bytes(e, False), -e.number))
     wrong = f"the largest call of integers on rank {largest.rank} is {largest.more['text']}"
     return Difference(outcome.message, wrong, largest)

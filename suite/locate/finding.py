@@ -77,6 +77,14 @@ def spelt(file: str) -> str:
     return file
 
 
+def path_of(place: Place) -> str:
+    """The file of ``place`` on this machine."""
+    for root in (frames.SUITE, _TORCH, *sys.path, str(Path.cwd())):
+        if (path := Path(root, place.file)).is_file():
+            return str(path)
+    return place.file
+
+
 def spelt_places(found: Sequence[Frame]) -> tuple[Place, ...]:
     """The frames as people name them."""
     return tuple(Place(spelt(file), line, name.rpartition(".")[2]) for file, line, name in found)

@@ -74,7 +74,8 @@ class Known:
         near = torch.minimum(
             (self.values[at] - flat).abs(), (self.values[(at - 1).clamp(min=0)] - flat).abs()
         )
-        return finite & (near <= within)
+        # Masks hold infinities; what is no number is never right.
+        return flat.isinf() | (finite & (near <= within))
 
     def is_right(self, tensor: Tensor) -> bool:
         """Whether every element of ``tensor`` is a right value."""

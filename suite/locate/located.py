@@ -200,16 +200,12 @@ class _Search:
     ) -> tuple[Place | None, str]:
         """The line from which an operation has its numbers or values, and that in words."""
         before = self.recordings[event.rank].events[: event.number]
+        mine = [each for each in reversed(before) if self._is_own(each)]
         if event.more.get("updates"):
-            found = [e for e in before if e.kind == "set"]
-            # Of the system's own file the last, for the rate is set in every step.
-            last = ([e for e in found if self._is_own(e)] or found)[-1:]
-            for each in last:
-                place = place_of(each.places, self.system)
-                return place, f"; the settings of the optimizer come from{_at(place)}"
+            return self._settings(event, before, mine)
         for number in (*event.more.get("scalars", ()), *numbers):
             wanted = [number, -number, *([1 / number] if number else [])]
-            for each in reversed(before):
+            for each in mine:
                 if each.kind == "returned" and each.more["value"] in wanted:
                     place = spelt_places(each.places[:1])[0]
                     return place, f"; the number {number:g} comes from{_at(place)}"
@@ -218,6 +214,23 @@ class _Search:
             if own is not None:
                 place = place_of(own.places, self.system)
                 return place, f"; what it works on comes from{_at(place)}"
+        return None, ""
+
+    def _settings(
+        self, event: Event, before: Sequence[Event], mine: Sequence[Event]
+    ) -> tuple[Place | None, str]:
+        """The line from which an update has its settings: of the system's own file the last."""
+        evidence = self.account.figures
+        is_skipped = isinstance(evidence, Evidence) and evidence.truth.steps[event.step].skipped
+        kinds = ("decided",) if is_skipped else ("set", "returned")
+        what = "the settings of the optimizer come from"
+        if is_skipped:
+            what = "gradients overflowed, and the update is made nevertheless, by"
+        for kind in kinds:
+            if (last := next((e for e in mine if e.kind == kind), None)) is not None:
+                return (place := place_of(last.places, self.system)), f"; {what}{_at(place)}"
+        if (last := next((e for e in reversed(before) if e.kind == "set"), None)) is not None:
+            return (place := place_of(last.places, self.system)), f"; {what}{_at(place)}"
         return None, ""
 
     def _is_own(self, event: Event) -> bool:

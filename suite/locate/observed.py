@@ -32,6 +32,7 @@ class Shown:
     name: str
     held: Tensor
     expected: Tensor
+    bound: float
     piece: Piece | None = None
 
     def piece_of(self, whole: Tensor) -> Tensor:
@@ -41,12 +42,11 @@ class Shown:
     @property
     def wrong(self) -> Tensor:
         """Of each element, flat, whether it is wrong."""
-        bound = _BOUND.get(str(self.held.dtype).removeprefix("torch."), 1e-8)
         held, expected = (t.reshape(-1).to(torch.float64) for t in (self.held, self.expected))
         if held.numel() != expected.numel():
             return torch.ones(held.numel(), dtype=torch.bool)
         scale = float(expected.abs().max()) if expected.numel() else 0.0
-        off = ~((held - expected).abs() <= bound * scale + 1e-14)
+        off = ~((held - expected).abs() <= self.bound * scale + 1e-14)
         return off
 
     @property
@@ -73,6 +73,7 @@ class Moments:
         self.evidence, self.recordings = evidence, recordings
         self.initial = for_case(evidence.case).state()
         self.zero = evidence.workload.zero_gradient
+        self.bound = _BOUND[evidence.case.lowest_dtype]
         self.factor = float(evaluate(evidence.declaration.loss_factor, evidence.facts))
 
     def __iter__(self) -> Iterator[tuple[int, str, list[Shown]]]:
@@ -107,7 +108,7 @@ class Moments:
         expected = part(piece, whole.contiguous())
         if expected.numel() != held.numel():
             return None
-        return Shown(event, step, point, what, event.name, held, expected, piece)
+        return Shown(event, step, point, what, event.name, held, expected, self.bound, piece)
 
     def _result(self, event: Event, step: int, held: Tensor) -> Shown | None:
         if step < 0 or step >= len(self.evidence.truth.steps):
@@ -115,7 +116,9 @@ class Moments:
         truth = self._of_rank(event, step)
         if event.name == "norm":
             clips = truth.clipped is not None
-            return Shown(event, step, "norm", "norm", "norm", held, truth.norm) if clips else None
+            if not clips:
+                return None
+            return Shown(event, step, "norm", "norm", "norm", held, truth.norm, self.bound)
         # Ranks that have other positions each tell a part of the loss.
         if axes.parts(self.evidence.case.mesh, "positions") > 1 or truth.skipped:
             return None
@@ -123,7 +126,7 @@ class Moments:
         if share is None or share >= len(truth.losses):
             return None
         loss = torch.tensor(float(truth.losses[share]), dtype=torch.float64) * self.factor
-        return Shown(event, step, "loss", "loss", "loss", held.to(torch.float64), loss)
+        return Shown(event, step, "loss", "loss", "loss", held.to(torch.float64), loss, self.bound)
 
     def _of_rank(self, event: Event, step: int) -> TruthStep:
         truth = self.evidence.truth.steps[step]

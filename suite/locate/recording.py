@@ -44,6 +44,8 @@ _HANDS_ON = tuple(
     f"{_TORCH}/distributed/{name}"
     for name in ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
 )
+#: Arguments that operators write and do not declare: running statistics.
+_UNDECLARED = {"aten::native_batch_norm": (3, 4), "aten::batch_norm_update_stats": (1, 2)}
 #: Views that leave a part out.
 _PARTS = tuple(f"aten.{name}" for name in ("slice", "split", "select", "narrow", "chunk", "unbind"))
 _OPTIMIZERS = f"{_TORCH}/optim/"
@@ -129,7 +131,7 @@ class Recorder(TorchDispatchMode):
         mutated = _mutated(func)
         given = [self._region(t) for t in nested_tensors((args, list(kwargs.values())))]
         result = func(*args, **kwargs)
-        changed = [args[at] for at in mutated[0] if at < len(args)]
+        changed = [args[at] for at in mutated[0] if at < len(args) and args[at] is not None]
         changed += [kwargs[name] for name in mutated[1] if name in kwargs]
         written = [t for t in nested_tensors((changed, result)) if _plain(t)]
         unique = {(id(t.untyped_storage()), t.storage_offset()): t for t in written}
@@ -236,6 +238,8 @@ class Recorder(TorchDispatchMode):
 
     def observed(self, what: str, name: str, tensor: Tensor, **more: Any) -> None:
         """Note what the system shows or returns."""
+        # Anew, whatever wrote it: what is shown is what counts.
+        self._versions[tensor.untyped_storage()._cdata] += 1
         self.add("seen", name, -1, [self._region(tensor)], [], what=what, **more)
 
     @contextmanager
@@ -279,6 +283,8 @@ class Recorder(TorchDispatchMode):
             return
         if type(value) in (int, float) and value not in (0, 1):
             self._note(frame, "returned", [], value=float(value))
+        elif type(value) is bool:
+            self._note(frame, "decided", [], value=float(value))
         if isinstance(value, list) and value and all(_is_group(each) for each in value):
             self._note(frame, "set", [_settings(group) for group in value], value=0.0)
         for optimizer in self._optimizers:
@@ -386,6 +392,8 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _mutated(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Positions and names of the arguments that ``func`` writes."""
     arguments = func._schema.arguments
+    if (undeclared := _UNDECLARED.get(func._schema.name)) is not None:
+        return undeclared, ()
     wrote = [n for n, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
     return tuple(wrote), tuple(arguments[n].name for n in wrote)
 

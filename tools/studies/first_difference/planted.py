@@ -15,9 +15,10 @@ from shardproof.locate.finding import Finding, Place, spelt
 
 #: Lines on either side of a fault that count as it.
 BESIDE = 3
-#: ``line``: the named line lies in the fault, or beside it; ``operation``: what is named was called
+#: ``line``: the named line lies in the fault, or beside it; ``origin``: so does the named line that
+#: gave the operation its number, its settings or its values; ``operation``: what is named was called
 #: by the planted function, or by the one that it replaces; ``miss``: neither.
-Named = Literal["line", "operation", "miss"]
+Named = Literal["line", "origin", "operation", "miss"]
 #: Classes of faults: what they change.
 Changes = Literal["numbers", "calls", "other"]
 
@@ -85,8 +86,10 @@ def ranges(mutant: Any) -> list[Range]:
 def named(finding: Finding, mutant: Any) -> Named:
     """How a finding names the fault."""
     own = ranges(mutant)
-    if any(one.has(place) for one in own for place in (finding.place, finding.origin) if place):
+    if finding.place is not None and any(one.has(finding.place) for one in own):
         return "line"
+    if finding.origin is not None and any(one.has(finding.origin) for one in own):
+        return "origin"
     if any(one.has(place, 0) for one in own for place in finding.calls):
         return "operation"
     return "miss"
@@ -121,6 +124,6 @@ def counted(outcomes: Sequence[tuple[Changes, Named]]) -> dict[Changes, dict[Nam
     """Outcomes by what the faults change."""
     table: dict[Changes, dict[Named, int]] = {}
     for kind, how in outcomes:
-        row = table.setdefault(kind, {"line": 0, "operation": 0, "miss": 0})
+        row = table.setdefault(kind, {"line": 0, "origin": 0, "operation": 0, "miss": 0})
         row[how] += 1
     return table
