@@ -98,17 +98,19 @@ class _Search:
         failed = (o.worst for o in self.result.checks if o.status == "fail")
         for worst in (each for each in failed if each is not None):
             point, _, kind = worst.phase.rpartition(" ")
-            for recording in self.recordings.values():
-                for event in recording.events:
-                    more = event.more
-                    is_it = event.kind == "seen" and event.name == worst.name
-                    if not is_it or event.step != worst.step or more["what"] != kind:
-                        continue
-                    if event.step >= 0 and more["point"] != point:
-                        continue
-                    writer = next(recording.writers(event.reads[0], event.number), None)
-                    if writer is not None:
-                        return self._written(worst.name, kind, event, writer)
+            seen = [
+                event
+                for recording in self.recordings.values()
+                for event in recording.events
+                if event.kind == "seen" and event.name == worst.name and event.more["what"] == kind
+            ]
+            there = [e for e in seen if e.step == worst.step and e.more["point"] == point]
+            before = [e for e in seen if e.step == worst.step < 0]
+            for event in there or before or seen[-1:]:
+                recording = self.recordings[event.rank]
+                writer = next(recording.writers(event.reads[0], event.number), None)
+                if writer is not None:
+                    return self._written(worst.name, kind, event, writer)
         return None
 
     def _written(self, name: str, kind: str, event: Event, writer: Event) -> Finding:
@@ -179,11 +181,13 @@ class _Search:
     ) -> Finding:
         place = place_of(suspect.at.places, self.system)
         what, operation = _what(start), _operation(suspect.at)
-        after = "" if suspect.steps_back == 0 else ", whose result it is made of"
-        right = f"{what} is right before {operation}"
-        first = f"wrong after it{after}{_at(place)}"
+        if suspect.steps_back == 0:
+            right, first = f"{what} is right before {operation}", f"wrong after it{_at(place)}"
+        else:
+            right = f"{what} is wrong at {start.point}: every value is right before {operation}"
+            first = f"its result is wrong{_at(place)}"
         if suspect.broke:
-            right += " (each member gives right values, and the result is not their sum)"
+            right += " (the result is not the sum of what its members gave)"
         origin, words = self._origin(walk, suspect.at)
         return replace(
             self._base("operation", suspect.at, place),
@@ -349,6 +353,8 @@ def _choose(suspects: Sequence[tuple[Suspect, Shown]]) -> tuple[Suspect, Shown]:
 
 def _identity(start: Shown, own: known.Contributions | None) -> str:
     """What the wrong elements are instead, in words; empty: nothing that has a name."""
+    if start.before is not None and start.is_as(start.before):
+        return "its value before the update"
     return "" if own is None or start.kind != "gradients" else own.named(start)
 
 

@@ -34,6 +34,13 @@ class Shown:
     expected: Tensor
     bound: float
     piece: Piece | None = None
+    #: What it was before the step; ``None``: it has no such value.
+    before: Tensor | None = None
+
+    def is_as(self, whole: Tensor) -> bool:
+        """Whether the wrong elements are those of ``whole``."""
+        held, own = self.held.reshape(-1), self.piece_of(whole).reshape(-1).to(self.held.dtype)
+        return held.numel() == own.numel() and torch.equal(held[self.wrong], own[self.wrong])
 
     def piece_of(self, whole: Tensor) -> Tensor:
         """The part of ``whole`` that is shown."""
@@ -108,7 +115,7 @@ class Moments:
         expected = part(piece, whole.contiguous())
         if expected.numel() != held.numel():
             return None
-        return Shown(event, step, point, what, event.name, held, expected, self.bound, piece)
+        return Shown(event, step, point, what, event.name, held, expected, self.bound, piece, self._before(event, what))
 
     def _result(self, event: Event, step: int, held: Tensor) -> Shown | None:
         if step < 0 or step >= len(self.evidence.truth.steps):
@@ -127,6 +134,13 @@ class Moments:
             return None
         loss = torch.tensor(float(truth.losses[share]), dtype=torch.float64) * self.factor
         return Shown(event, step, "loss", "loss", "loss", held.to(torch.float64), loss, self.bound)
+
+    def _before(self, event: Event, kind: str) -> Tensor | None:
+        if kind != "parameters" or event.step < 0:
+            return None
+        steps, last = self.evidence.truth.steps, event.step - 1
+        held = self._of_rank(event, last).parameters if last >= 0 else self.evidence.truth.initial
+        return held.get(event.name) if steps else None
 
     def _of_rank(self, event: Event, step: int) -> TruthStep:
         truth = self.evidence.truth.steps[step]

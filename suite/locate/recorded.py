@@ -92,6 +92,22 @@ class Recording:
                 return
 
     @cached_property
+    def _readers(self) -> Mapping[int, list[tuple[int, Region]]]:
+        found: dict[int, list[tuple[int, Region]]] = defaultdict(list)
+        for event in self.events:
+            for region in event.reads if event.kind == "op" else ():
+                found[region.storage].append((event.number, region))
+        return found
+
+    def readers(self, region: Region, after: int) -> Iterator[Event]:
+        """The operators after number ``after`` that read of ``region`` what was written there."""
+        writes = (n for n, w in self._writers[region.storage] if n > after and w.overlaps(region))
+        end = next(writes, len(self.events))
+        for number, read in self._readers.get(region.storage, ()):
+            if after < number <= end and read.overlaps(region):
+                yield self.events[number]
+
+    @cached_property
     def _views(self) -> Mapping[int, list[Event]]:
         found: dict[int, list[Event]] = defaultdict(list)
         for event in self.events:

@@ -15,8 +15,13 @@ from shardproof.locate.recorded import Event, Recording, Region, call_key
 MOST_VISITED = 20_000
 
 
+#: Operators whose results are to be written by others.
+_EMPTY = ("aten.empty", "aten.new_empty")
+#: Events that are looked at for a right value that a strange one leads to, and how many elements
+#: such a value has at least: a few numbers may be right by chance.
+MOST_HEALING, LEAST_PROVING = 40, 8
 #: Events that are looked at for the line of the system from which a value comes.
-MOST_UPSTREAM = 60
+MOST_UPSTREAM = 400
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Walk:
     #: Of each rank the sets of ranks with which it splits computations, itself among them.
     peers: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
     _terms: dict[tuple[int, int], bool] = field(default_factory=dict)
+    _healed: dict[tuple[int, int], bool] = field(default_factory=dict)
     _right: dict[int, bool] = field(default_factory=dict)
     _kept: list[Tensor] = field(default_factory=list)
 
@@ -63,11 +69,39 @@ class Walk:
         Ranks that split a computation hold such terms: the oracle has none of them.
         """
         written = [w for w in event.writes if w.overlaps(wrong)]
-        if all(self.is_right(w) for w in written):
+        if all(self.is_right(w) for w in written) or event.name.startswith(_EMPTY):
             return True
-        if event.kind != "op" or len(written) != 1 or len(self.recordings) < 2:
+        if event.kind != "op":
             return False
-        return self._is_term(event, written[0])
+        is_term = len(written) == 1 and len(self.recordings) > 1 and self._is_term(event, written[0])
+        return is_term or self._heals(event)
+
+    def _heals(self, event: Event) -> bool:
+        """Whether right values come from what ``event`` made: then it was right, though the oracle
+        has no such value (a part of an attention that is put together later).
+        """
+        key = (event.rank, event.number)
+        if key not in self._healed:
+            self._healed[key] = False
+            recording, seen, queue = self.recordings[event.rank], {event.number}, [event]
+            while queue and len(seen) < MOST_HEALING and not self._healed[key]:
+                now = queue.pop(0)
+                for written in now.writes:
+                    for reader in recording.readers(written, now.number):
+                        if reader.number in seen or reader.step != event.step:
+                            continue
+                        seen.add(reader.number)
+                        if all(self._proves(each) for each in reader.writes):
+                            self._healed[key] = True
+                        queue.append(reader)
+        return self._healed[key]
+
+    def _proves(self, region: Region) -> bool:
+        """Whether ``region`` holds many right values that are no zeros."""
+        tensor = region.content
+        if tensor is None or not tensor.is_floating_point() or tensor.numel() < LEAST_PROVING:
+            return False
+        return self.is_right(region) and int((tensor != 0).sum()) >= LEAST_PROVING
 
     def _is_term(self, event: Event, written: Region) -> bool:
         key = (event.rank, event.number)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import shlex
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from shardproof.wings import Wing
 
@@ -14,6 +16,14 @@ class Locate(Wing):
     """The first difference of a failing case."""
 
     examples = ("shardproof locate CASE                           the line where it goes wrong",)
+
+    def hints(self, failure: Any) -> Iterable[str]:
+        """The command that locates what failed, where it is a training compared with an oracle."""
+        from shardproof.cases import kinds
+
+        if failure.verdict == "fail" and failure.result is not None:
+            if kinds.of(failure.result.case.workload).trains:
+                yield f"locate: shardproof locate {shlex.quote(failure.id)}"
 
     def add_commands(self, app: typer.Typer) -> None:
         """Add ``locate``."""
