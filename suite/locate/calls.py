@@ -75,7 +75,9 @@ def _unlike(
         for place, event in enumerate(now):
             twin = before[place] if place < len(before) else None
             if twin is None or (twin.name, twin.more["loads"]) != (event.name, event.more["loads"]):
-                right = f"on rank {event.rank} step {step} makes {place} calls as step {step - 1} does"
+                right = (
+                    f"on rank {event.rank} step {step} makes {place} calls as step {step - 1} does"
+                )
                 return Difference(right, f"the next is {event.more['text']}", event)
     return None
 
@@ -145,7 +147,9 @@ def _beyond(
         for event in sorted(made, key=lambda e: (e.number, e.rank)):
             by_number[event.rank] += 1
             if by_number[event.rank] > most // ranks:
-                return Difference(right, f"call {by_number[event.rank]} on rank {event.rank}", event)
+                return Difference(
+                    right, f"call {by_number[event.rank]} on rank {event.rank}", event
+                )
     # Of calls of one kind the one that stands out is the largest, or the last.
     so_far, ranks = defaultdict[int, Fraction](Fraction), len({e.rank for e in made})
     for event in sorted(made, key=lambda e: (e.number, e.rank)):

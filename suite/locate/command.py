@@ -28,7 +28,9 @@ class Asked:
     run: str | None = option(
         None, "--run", metavar="RUN", help="the run that has CASE [default: the newest]"
     )
-    most: int = option(3, "--most", metavar="N", min=1, help="locate at most N failing cases of RUN")
+    most: int = option(
+        3, "--most", metavar="N", min=1, help="locate at most N failing cases of RUN"
+    )
     as_json: bool = option(False, "--json", help="print JSON: a list with one object per case")
 
 

@@ -18,12 +18,10 @@ from shardproof.locate.recorded import Place as Frame
 _TORCH = str(Path(torch.__file__).parent.parent)
 
 #: ``operation``: it is right before and wrong after; ``missing``: what others have got was not done
-#: here; ``moved``: right values at a wrong place; ``carried``: wrong before what was recorded;
+#: here; ``moved``: right values at a wrong place; ``scaled``: a multiple of what is expected;
 #: ``calls``: no value is wrong, but a call is not as promised; ``end``: a rank did not end well;
 #: ``unplaced``: a check fails, and no difference could be placed; ``nothing``: the case passes.
-Kind = Literal[
-    "operation", "missing", "moved", "carried", "calls", "end", "unplaced", "nothing"
-]
+Kind = Literal["operation", "missing", "moved", "scaled", "calls", "end", "unplaced", "nothing"]
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,12 @@ class Contributions:
             for m, one in enumerate(rounds):
                 found.append((f"the gradient of micro-batch {m} of {who}", one))
                 if m:
-                    found.append((f"the gradient of {who}, up to micro-batch {m}", left_fold(rounds[: m + 1])))
+                    found.append(
+                        (
+                            f"the gradient of {who}, up to micro-batch {m}",
+                            left_fold(rounds[: m + 1]),
+                        )
+                    )
         return found
 
 
@@ -162,11 +167,15 @@ def factors(evidence: Evidence) -> list[float]:
     declared = evidence.declaration.loss_factor
     own = {1.0, float(evaluate(declared, evidence.facts))}
     scales = {step.scale for step in evidence.truth.steps}
-    trains_alone = {float(evidence.case.data_coordinates)} if evidence.declaration.trains_alone else set()
+    trains_alone = (
+        {float(evidence.case.data_coordinates)} if evidence.declaration.trains_alone else set()
+    )
     return sorted({a * b for a in own | trains_alone for b in scales | {1.0}})
 
 
-def collect(evidence: Evidence, train: Callable[[], Any], last: int) -> tuple[Known, list[Contributions]]:
+def collect(
+    evidence: Evidence, train: Callable[[], Any], last: int
+) -> tuple[Known, list[Contributions]]:
     """The values that are right up to step ``last``, and the contributions of each step.
 
     ``train`` trains the oracle.
@@ -185,7 +194,12 @@ def collect(evidence: Evidence, train: Callable[[], Any], last: int) -> tuple[Kn
     given = [t.detach().reshape(-1).to(torch.float64) for t in state if t.is_floating_point()]
     truth = evidence.truth
     steps = [each for step in truth.steps for each in (step, *step.apart)]
-    kept = [t for s in steps for tensors in (s.parameters, s.optimizer, s.gradients) for t in tensors.values()]
+    kept = [
+        t
+        for s in steps
+        for tensors in (s.parameters, s.optimizer, s.gradients)
+        for t in tensors.values()
+    ]
     given += [t.detach().reshape(-1).to(torch.float64) for t in kept]
     dtype = getattr(torch, evidence.case.lowest_dtype)
     return Known([*collector.made, *given], dtype), contributions

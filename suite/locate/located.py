@@ -279,7 +279,7 @@ class _Search:
             last = f"{_what(start)} is {times:g} times the expected one"
         origin, words = self._origin(walk, at, [] if times is None else [times])
         return replace(
-            self._base("moved", at, place),
+            self._base("moved" if times is None else "scaled", at, place),
             operation=self._cause(at).name,
             right="every value is right somewhere",
             wrong=f"{last}{done}",
@@ -323,7 +323,13 @@ class _Search:
         sentence = f"a rank did not end well{where}: {self.result.reason.splitlines()[0]}"
         lines = (at,) if at else ()
         return Finding(
-            self.case.id, "end", self.result.verdict, sentence, place=at, calls=lines, note=self.note
+            self.case.id,
+            "end",
+            self.result.verdict,
+            sentence,
+            place=at,
+            calls=lines,
+            note=self.note,
         )
 
     def _unplaced(self, why: str) -> Finding:
@@ -358,9 +364,7 @@ def _identity(start: Shown, own: known.Contributions | None) -> str:
     return "" if own is None or start.kind != "gradients" else own.named(start)
 
 
-def _others(
-    recordings: dict[int, Recording], start: Shown, shown: Sequence[Shown]
-) -> Event | None:
+def _others(recordings: dict[int, Recording], start: Shown, shown: Sequence[Shown]) -> Event | None:
     """The last writer of most right tensors of the same kind at this moment."""
     alike = [s for s in shown if s.kind == start.kind and not s.is_wrong and s.held.numel()]
     mine = [s for s in alike if s.event.rank == start.event.rank] or alike

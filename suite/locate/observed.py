@@ -115,7 +115,18 @@ class Moments:
         expected = part(piece, whole.contiguous())
         if expected.numel() != held.numel():
             return None
-        return Shown(event, step, point, what, event.name, held, expected, self.bound, piece, self._before(event, what))
+        return Shown(
+            event,
+            step,
+            point,
+            what,
+            event.name,
+            held,
+            expected,
+            self.bound,
+            piece,
+            self._before(event, what),
+        )
 
     def _result(self, event: Event, step: int, held: Tensor) -> Shown | None:
         if step < 0 or step >= len(self.evidence.truth.steps):

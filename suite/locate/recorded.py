@@ -29,9 +29,7 @@ class Region:
 
     def overlaps(self, other: Region) -> bool:
         """Whether both have a byte in common."""
-        return (
-            self.storage == other.storage and self.first < other.last and other.first < self.last
-        )
+        return self.storage == other.storage and self.first < other.last and other.first < self.last
 
 
 @dataclass(frozen=True, eq=False)

@@ -400,8 +400,10 @@ def _mutated(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 def _plain(tensor: Any) -> bool:
     is_plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided
-    return is_plain and tensor.device.type != "meta" and type(tensor).__torch_dispatch__ is (
-        _NO_DISPATCH
+    return (
+        is_plain
+        and tensor.device.type != "meta"
+        and type(tensor).__torch_dispatch__ is (_NO_DISPATCH)
     )
 
 

@@ -73,7 +73,9 @@ class Walk:
             return True
         if event.kind != "op":
             return False
-        is_term = len(written) == 1 and len(self.recordings) > 1 and self._is_term(event, written[0])
+        is_term = (
+            len(written) == 1 and len(self.recordings) > 1 and self._is_term(event, written[0])
+        )
         return is_term or self._heals(event)
 
     def _heals(self, event: Event) -> bool:
@@ -147,9 +149,7 @@ class Walk:
         turn = recording.turn(event)
         for peers in self.peers.get(event.rank, ()):
             twins = [self.recordings[r].at_turn(event, turn) for r in peers if r in self.recordings]
-            contents = [
-                twin.writes[at].content for twin in twins if twin and len(twin.writes) > at
-            ]
+            contents = [twin.writes[at].content for twin in twins if twin and len(twin.writes) > at]
             found = [c.to(torch.float64) for c in contents if c is not None]
             same = len({tuple(c.shape) for c in found}) == 1
             if len(found) == len(peers) and same and found[0].is_floating_point():
@@ -173,7 +173,9 @@ class Walk:
                 broke = event.kind == "done" and self.breaks(event)
                 if not broke and not bad:
                     # A term of a sum is as wrong as the terms of the other ranks.
-                    bad = [(e, r) for e in self.twins(event) for r in e.reads if not self.is_right(r)]
+                    bad = [
+                        (e, r) for e in self.twins(event) for r in e.reads if not self.is_right(r)
+                    ]
                 if broke or not bad:
                     found.append(Suspect(self.cause(event), event, depth, broke))
                     continue
@@ -189,7 +191,9 @@ class Walk:
     def members(self, event: Event) -> list[Event]:
         """The calls of all members that belong to the call ``event``."""
         key = call_key(event)
-        calls = (self.recordings[r].calls.get(key) for r in event.more["group"] if r in self.recordings)
+        calls = (
+            self.recordings[r].calls.get(key) for r in event.more["group"] if r in self.recordings
+        )
         own = [call for call in calls if call is not None]
         if event.name in ("send", "recv"):
             other = self.recordings.get(event.more["peer"])
@@ -235,7 +239,10 @@ def _twin(other: Recording, event: Event) -> Event | None:
     for call in other.calls.values():
         same = call.name == wanted and call.more["group"] == event.more["group"]
         if same and call.more["tag"] == event.more["tag"]:
-            ends = call.more["peer"] in (event.rank, -1) and call.more["number"] == event.more["number"]
+            ends = (
+                call.more["peer"] in (event.rank, -1)
+                and call.more["number"] == event.more["number"]
+            )
             if ends:
                 return call
     return None

@@ -34,9 +34,7 @@ class Range:
 
     def has(self, place: Place, beside: int = BESIDE) -> bool:
         """Whether ``place`` lies in it, or beside it."""
-        return place.file == self.file and (
-            self.first - beside <= place.line <= self.last + beside
-        )
+        return place.file == self.file and (self.first - beside <= place.line <= self.last + beside)
 
 
 def sample(size: int) -> list[Any]:
@@ -51,7 +49,10 @@ def changes(mutant: Any) -> Changes:
     ``other``: what is neither a number of training nor a call: memory, order, checkpoints, ends of
     ranks, systems that train nothing, and faults of the judge.
     """
-    if issubclass(mutant.implementation, Untrained) or ".judge." in mutant.implementation.__module__:
+    if (
+        issubclass(mutant.implementation, Untrained)
+        or ".judge." in mutant.implementation.__module__
+    ):
         return "other"
     numbers = {"equivalence", "replicas", "norm", "loss_scale", "compression", "relations"}
     if "checkpoint" in mutant.killed_by or mutant.checkpoint is not None:

@@ -46,7 +46,10 @@ def run(
     for case, found, seconds in locate_all([pair(m).case for m in mutants], jobs):
         line = _line(by_id[case.id], found, seconds)
         lines.append(line)
-        print(f"{line['named']:<9} {line['changes']:<8} {line['fault']}: {line['sentence']}", flush=True)
+        print(
+            f"{line['named']:<9} {line['changes']:<8} {line['fault']}: {line['sentence']}",
+            flush=True,
+        )
     if output is not None:
         output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return summary(lines)
