@@ -38,13 +38,14 @@ def first(evidence: Evidence, recordings: Mapping[int, Recording]) -> Difference
             return None
         promised: dict[_Key, tuple[Fraction, int]] = {}
         for flow in flows:
-            key = flow.axis, flow.operation, not flow.integers
+            key: _Key = (flow.axis, flow.operation, not flow.integers)
             total, most = promised.get(key, (Fraction(0), 0))
             promised[key] = total + flow.bytes, most + flow.range[1]
         made = _made(evidence, recordings, step)
         if step and (other := _unlike(recordings, step, made, promised)) is not None:
             return other
-        surplus = [d for d in map(lambda k: _beyond(made[k], promised.get(k), k, step), made) if d]
+        beyond = (_beyond(own, promised.get(key), key, step) for key, own in made.items())
+        surplus = [each for each in beyond if each is not None]
         if surplus:
             return min(surplus, key=lambda d: (d.event.number, d.event.rank))
         for key, (total, _) in promised.items():

@@ -8,7 +8,7 @@ of right pieces if each of its elements is one of them.  Of cases whose values a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -20,9 +20,9 @@ from shardproof.costs.expression import evaluate
 from shardproof.evidence.assembled import Evidence
 from shardproof.ledgers.memory import operators
 from shardproof.ledgers.program_order import nested_tensors
+from shardproof.locate.observed import Shown
 from shardproof.oracle import training
 from shardproof.oracle.training import left_fold
-from shardproof.locate.observed import Shown
 from shardproof.workloads import for_case
 
 Tensors = Mapping[str, Tensor]
@@ -91,7 +91,7 @@ class Contributions:
         before = truth.steps[step - 1].parameters if step else truth.initial
         own = [truth.steps[step - 1].buffers] if step else []
         #: By coordinate and micro-batch.
-        self.parts: list[list[Tensors]] = []
+        self.parts: list[list[dict[str, Tensor]]] = []
         for number, batch in enumerate(evidence.shares(step)):
             buffers = own[0][number] if own and number < len(own[0]) else workload.state()
             apart = truth.steps[step - 1].apart if step else ()
@@ -126,7 +126,7 @@ class Contributions:
     def _sums(self) -> list[tuple[str, Tensors]]:
         found: list[tuple[str, Tensors]] = []
         coordinates = range(len(self.parts))
-        subsets = [(c,) for c in coordinates]
+        subsets: list[tuple[int, ...]] = [(c,) for c in coordinates]
         if len(coordinates) <= _MOST_SUBSETS:
             sizes = range(2, len(coordinates) + 1)
             subsets += [s for n in sizes for s in itertools.combinations(coordinates, n)]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from shardproof import axes, registry, verdicts, workloads
 from shardproof.backends.errors import few_spans
@@ -18,13 +19,13 @@ from shardproof.contract import Implementation
 from shardproof.evidence.account import Account
 from shardproof.evidence.assembled import Evidence
 from shardproof.launch.ranks import root_cause
+from shardproof.ledgers import places
 from shardproof.locate import calls, finding, known
 from shardproof.locate.finding import Finding, Place, nothing, place_of, spelt_places
 from shardproof.locate.host import RecordingHost
 from shardproof.locate.observed import Moments, Shown
 from shardproof.locate.recorded import Event, Recording
 from shardproof.locate.walk import Suspect, Walk
-from shardproof.ledgers import places
 from shardproof.oracle.kinds import Ran, oracle_of
 
 #: Wrong tensors from which the walk starts at most, in each moment.
@@ -80,9 +81,8 @@ class _Search:
         evidence = self.account.figures
         if not isinstance(evidence, Evidence):
             return self._unplaced("the case left nothing to compare")
-        if evidence.truth.steps:
-            if (finding := self._numbers(evidence)) is not None:
-                return finding
+        if evidence.truth.steps and (finding := self._numbers(evidence)) is not None:
+            return finding
         if (difference := calls.first(evidence, self.recordings)) is not None:
             place = place_of(difference.event.places, self.system)
             return replace(
@@ -216,8 +216,8 @@ class _Search:
         if not self._is_own(event):
             own = walk.upstream(event, self._is_own)
             if own is not None:
-                place = place_of(own.places, self.system)
-                return place, f"; what it works on comes from{_at(place)}"
+                at = place_of(own.places, self.system)
+                return at, f"; what it works on comes from{_at(at)}"
         return None, ""
 
     def _settings(
@@ -380,7 +380,7 @@ def _others(recordings: dict[int, Recording], start: Shown, shown: Sequence[Show
     return next(w for w in writers if (w.name, w.places) == most)
 
 
-def _of_start(start: Shown, wrong: Sequence[Shown]) -> dict[str, object]:
+def _of_start(start: Shown, wrong: Sequence[Shown]) -> dict[str, Any]:
     ranks = sorted({each.event.rank for each in wrong if each.name == start.name})
     return {"tensor": start.name, "step": start.step, "point": start.point, "ranks": tuple(ranks)}
 

@@ -53,8 +53,7 @@ class Shown:
         if held.numel() != expected.numel():
             return torch.ones(held.numel(), dtype=torch.bool)
         scale = float(expected.abs().max()) if expected.numel() else 0.0
-        off = ~((held - expected).abs() <= self.bound * scale + 1e-14)
-        return off
+        return ~((held - expected).abs() <= self.bound * scale + 1e-14)
 
     @property
     def times(self) -> float | None:
@@ -109,7 +108,7 @@ class Moments:
         more = event.more
         slices = None if more["slices"] is None else tuple(tuple(s) for s in more["slices"])
         flat = None if more["flat"] is None else tuple(more["flat"])
-        piece = Piece(event.name, tuple(more["shape"]), held, slices, flat)  # type: ignore[arg-type]
+        piece = Piece(event.name, tuple(more["shape"]), held, slices, flat)
         if tuple(whole.shape) != piece.global_shape:
             return None
         expected = part(piece, whole.contiguous())

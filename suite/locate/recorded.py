@@ -114,7 +114,7 @@ class Recording:
         return found
 
     def views(self, region: Region, before: int) -> Iterator[Event]:
-        """The views that were made of the storage of ``region``, last first, since it was written."""
+        """The views of the storage of ``region`` since it was written, last first."""
         since = next((w.number for w in self.writers(region, before)), -1)
         for event in reversed(self._views.get(region.storage, [])):
             if since < event.number < before:

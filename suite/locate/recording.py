@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from shardproof.backends import base
 from shardproof.backends.request import Request, wholes
 from shardproof.contract import Implementation, Piece
 from shardproof.launch import frames
+from shardproof.launch.frames import Frame
 from shardproof.ledgers import program_order
 from shardproof.ledgers.memory import operators
 from shardproof.ledgers.program_order import PerRank, inside_backward, nested_tensors
@@ -316,9 +318,10 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         self._held.setdefault(key, storage)
         item = tensor.element_size()
-        first = tensor.storage_offset() * item
+        first = int(tensor.storage_offset()) * item
         steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = first + (sum((n - 1) * s for n, s in steps) + 1) * item if tensor.numel() else first
+        reach = sum((int(n) - 1) * int(s) for n, s in steps) + 1 if tensor.numel() else 0
+        last = first + reach * item
         shape = (key, first, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         version, known = self._copied.get(shape, (-1, -1))
         if version != self._versions[key]:
@@ -337,7 +340,7 @@ class Recorder(TorchDispatchMode):
 
     def _place(self, frame: Any = None) -> int:
         """The number of the calling frames of the system; -1: the suite itself computes."""
-        found = []
+        found: list[Frame] = []
         frame = frame or sys._getframe(2)
         while frame is not None and len(found) < MOST_FRAMES:
             code = frame.f_code
@@ -365,7 +368,8 @@ def _is_of_a_system(file: str) -> bool:
 
 def _is_updating() -> bool:
     """Whether an optimizer of torch computes."""
-    frame, depth = sys._getframe(2), 0
+    frame: FrameType | None = sys._getframe(2)
+    depth = 0
     while frame is not None and depth < MOST_FRAMES:
         if frame.f_code.co_filename.startswith(_OPTIMIZERS):
             return True

@@ -21,9 +21,9 @@ class Locate(Wing):
         """The command that locates what failed, where it is a training compared with an oracle."""
         from shardproof.cases import kinds
 
-        if failure.verdict == "fail" and failure.result is not None:
-            if kinds.of(failure.result.case.workload).trains:
-                yield f"locate: shardproof locate {shlex.quote(failure.id)}"
+        result = failure.result if failure.verdict == "fail" else None
+        if result is not None and kinds.of(result.case.workload).trains:
+            yield f"locate: shardproof locate {shlex.quote(failure.id)}"
 
     def add_commands(self, app: typer.Typer) -> None:
         """Add ``locate``."""

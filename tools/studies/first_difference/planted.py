@@ -16,8 +16,8 @@ from shardproof.locate.finding import Finding, Place, spelt
 #: Lines on either side of a fault that count as it.
 BESIDE = 3
 #: ``line``: the named line lies in the fault, or beside it; ``origin``: so does the named line that
-#: gave the operation its number, its settings or its values; ``operation``: what is named was called
-#: by the planted function, or by the one that it replaces; ``miss``: neither.
+#: gave the operation its number, its settings or its values; ``operation``: what is named was
+#: called by the planted function, or by the one that it replaces; ``miss``: neither.
 Named = Literal["line", "origin", "operation", "miss"]
 #: Classes of faults: what they change.
 Changes = Literal["numbers", "calls", "other"]
