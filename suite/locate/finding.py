@@ -1,4 +1,4 @@
-"""What was found: the last right thing, the first wrong one, and the line between them."""
+"""A finding: the last right thing, the first wrong one, and the line between them."""
 
 from __future__ import annotations
 

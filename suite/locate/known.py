@@ -83,7 +83,7 @@ class Known:
 
 
 class Contributions:
-    """What each data coordinate adds to the gradients of one step."""
+    """The terms that each data coordinate adds to the gradients of one step."""
 
     def __init__(self, evidence: Evidence, step: int, factor: float) -> None:
         case = evidence.case
@@ -101,7 +101,7 @@ class Contributions:
             self.parts.append(training.parts(workload, case.precision, state, scaled))
 
     def of(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What is in words, and its value, of every sum of parts of the gradient of ``name``."""
+        """The name in words, and the value, of every sum of parts of the gradient of ``name``."""
         for words, tensors in self._sums:
             if name in tensors:
                 yield words, tensors[name]
@@ -163,7 +163,7 @@ def _scaled(batch: Any, factor: float) -> Any:
 
 
 def factors(evidence: Evidence) -> list[float]:
-    """What losses of the case are multiplied by on the way to the optimizer."""
+    """The numbers that losses of the case are multiplied by on the way to the optimizer."""
     declared = evidence.declaration.loss_factor
     own = {1.0, float(evaluate(declared, evidence.facts))}
     scales = {step.scale for step in evidence.truth.steps}

@@ -358,7 +358,7 @@ def _choose(suspects: Sequence[tuple[Suspect, Shown]]) -> tuple[Suspect, Shown]:
 
 
 def _identity(start: Shown, own: known.Contributions | None) -> str:
-    """What the wrong elements are instead, in words; empty: nothing that has a name."""
+    """The name of what the wrong elements are instead, in words; empty: nothing that has a name."""
     if start.before is not None and start.is_as(start.before):
         return "its value before the update"
     return "" if own is None or start.kind != "gradients" else own.named(start)

@@ -1,4 +1,4 @@
-"""What the system showed, in program order, compared with the oracle's tensors."""
+"""Tensors that the system showed, in program order, compared with the oracle's tensors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Shown:
 
     @property
     def times(self) -> float | None:
-        """The number by which all that is expected was multiplied; ``None``: by none."""
+        """The factor between this and what is expected; ``None``: there is no single one."""
         held, expected = (t.reshape(-1).to(torch.float64) for t in (self.held, self.expected))
         square = float(expected.dot(expected)) if held.numel() == expected.numel() else 0.0
         if not square:

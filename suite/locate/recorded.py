@@ -154,7 +154,7 @@ def _without(span: tuple[int, int], written: Region) -> list[tuple[int, int]]:
 
 
 def call_key(event: Event) -> tuple[Any, ...]:
-    """What a call of one rank has in common with those of the other members."""
+    """The part of a call of one rank that it has in common with those of the other members."""
     more = event.more
     if event.name in ("send", "recv"):
         ends = (event.rank, more["peer"]) if event.name == "send" else (more["peer"], event.rank)

@@ -53,6 +53,8 @@ _PARTS = tuple(f"aten.{name}" for name in ("slice", "split", "select", "narrow",
 _OPTIMIZERS = f"{_TORCH}/optim/"
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
+#: Only wraps functions of others.
+_WRAPS = "/typing_extensions.py"
 #: Storage, first and last byte, content (a number in ``tensors``; -1: not kept).
 Region = tuple[int, int, int, int]
 _CURRENT: PerRank[Recorder] = PerRank()
@@ -359,7 +361,7 @@ class Recorder(TorchDispatchMode):
 @cache
 def _is_of_a_system(file: str) -> bool:
     """Whether code of ``file`` is under test, or of a library that it calls, other than torch."""
-    if file.startswith("<") or file.startswith(_HANDS_ON):
+    if file.startswith("<") or file.startswith(_HANDS_ON) or file.endswith(_WRAPS):
         return False
     if file.startswith(_TORCH):
         return file.startswith(_SYSTEMS)

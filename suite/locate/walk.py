@@ -115,7 +115,7 @@ class Walk:
         return self._terms[key]
 
     def twins(self, event: Event) -> list[Event]:
-        """What the ranks that share its computation did in the place of ``event``."""
+        """The operators of the ranks that share its computation did in the place of ``event``."""
         if event.kind != "op":
             return []
         turn = self.recordings[event.rank].turn(event)
@@ -143,7 +143,7 @@ class Walk:
         return None
 
     def _terms_of(self, event: Event, written: Region) -> Iterator[list[Tensor]]:
-        """What the peers of ``event`` wrote at the same place, for each set of peers."""
+        """The tensors that peers of ``event`` wrote at the same place, for each set of peers."""
         recording = self.recordings[event.rank]
         at = event.writes.index(written)
         turn = recording.turn(event)
@@ -202,7 +202,7 @@ class Walk:
         return own
 
     def inputs(self, event: Event) -> Iterator[tuple[Event, Region]]:
-        """What ``event`` was made of, with the events that read it."""
+        """The regions that ``event`` was made of, with the events that read it."""
         if event.kind == "done":
             for call in self.members(self.cause(event)):
                 yield from ((call, region) for region in call.reads)

@@ -33,7 +33,7 @@ class Range:
     function: str
 
     def has(self, place: Place, beside: int = BESIDE) -> bool:
-        """Whether ``place`` lies in it, or beside it."""
+        """Whether ``place`` lies in it, or at most ``beside`` lines from it."""
         return place.file == self.file and (self.first - beside <= place.line <= self.last + beside)
 
 
@@ -44,7 +44,7 @@ def sample(size: int) -> list[Any]:
 
 
 def changes(mutant: Any) -> Changes:
-    """What a fault changes, by the checks that must catch it.
+    """The kind of thing that a fault changes, by the checks that must catch it.
 
     ``other``: what is neither a number of training nor a call: memory, order, checkpoints, ends of
     ranks, systems that train nothing, and faults of the judge.
