@@ -279,7 +279,7 @@ class _Search:
             last = f"{_what(start)} is {times:g} times the expected one"
         origin, words = self._origin(walk, at, [] if times is None else [times])
         return replace(
-            self._base("moved" if times is None else "scaled", at, place),
+            self._base("scaled" if times else "missing" if held else "moved", at, place),
             operation=self._cause(at).name,
             right="every value is right somewhere",
             wrong=f"{last}{done}",
@@ -366,7 +366,7 @@ def _identity(start: Shown, own: known.Contributions | None) -> str:
 
 def _others(recordings: dict[int, Recording], start: Shown, shown: Sequence[Shown]) -> Event | None:
     """The last writer of most right tensors of the same kind at this moment."""
-    alike = [s for s in shown if s.kind == start.kind and not s.is_wrong and s.held.numel()]
+    alike = [s for s in shown if s.kind == start.kind and not s.is_wrong and bool(s.expected.any())]
     mine = [s for s in alike if s.event.rank == start.event.rank] or alike
     writers = []
     for each in mine:

@@ -33,7 +33,7 @@ class Range:
     function: str
 
     def has(self, place: Place, beside: int = BESIDE) -> bool:
-        """Whether ``place`` lies in it, or at most ``beside`` lines from it."""
+        """Whether ``place`` lies in the range, or near it."""
         return place.file == self.file and (self.first - beside <= place.line <= self.last + beside)
 
 
