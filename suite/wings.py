@@ -286,6 +286,10 @@ class Wing:
         """Sections like those of :meth:`sections`, also where ``run`` has cases only."""
         return ()
 
+    def hints(self, failure: Any) -> Iterable[str]:
+        """Commands that say more of a failure (:class:`shardproof.runs.blocks.Failure`)."""
+        return ()
+
     def limits(self, run: Any) -> Iterable[Any]:
         """Parts not checked by the wing in ``run`` (:class:`shardproof.report.limits.Limit`)."""
         return ()

@@ -33,6 +33,7 @@ USE = [
     "tests/coverage/test_conditions.py",
     "tests/report/test_badges.py",
     "tests/report/test_capability_matrix.py",
+    "tests/report/test_report.py::test_every_output_has_one_block_a_cause",
     "tests/runs/test_bundle.py::test_bundle_here_and_verify_there",
     "tests/runs/test_claimed_sizes.py",
     "tests/runs/test_damaged_runs.py::test_a_damaged_run_is_bad_input_or_is_tolerated[badges",

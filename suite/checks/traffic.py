@@ -54,7 +54,7 @@ def decide(evidence: Figures) -> Outcome:
     case, strategy = evidence.case, evidence.declaration.strategy
     own = case.expect.get("traffic")
     promise = f"family {evidence.family.name}" if evidence.family else f"{strategy}.payload_bytes"
-    promises = [_promise(evidence, step) for step in evidence.steps]
+    promises = [promise_of(evidence, step) for step in evidence.steps]
     sent = [_payload(evidence, step) for step in evidence.steps]
     figures = _counted(evidence, own or promise, sent[-1])
     # Of a family it is not known which integers are a compressed gradient: all are bounded as one.
@@ -276,7 +276,7 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
     return "+".join(reversed(axes))
 
 
-def _promise(evidence: Figures, step: int) -> CostModel | None:
+def promise_of(evidence: Figures, step: int) -> CostModel | None:
     """The cost model for ``step`` and its members; a skipped update clips nothing."""
     if (facts := evidence.model_facts) is not None:
         facts = in_step(facts, step, _was_skipped(evidence, step))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from shardproof import verdicts
+from shardproof import verdicts, wings
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import Problem, SelectionError, printable, shown
 from shardproof.files import write_whole
@@ -131,7 +131,8 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
         first = block.first
         write(Text(shown(f"{first.verdict}: {first.id}"), style="bold red"), soft_wrap=True)
         sentences = map(shortened, first.reason.splitlines())
-        lines = [*sentences, f"rerun: {first.rerun}", block.more()]
+        more = (hint for wing in wings.wings() for hint in wing.hints(first))
+        lines = [*sentences, f"rerun: {first.rerun}", *more, block.more()]
         for line in filter(None, lines):
             write(Text(shown(f"    {line}")), soft_wrap=True)
 

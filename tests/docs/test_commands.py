@@ -58,6 +58,7 @@ ELSEWHERE = {
     "shardproof init *": ("launches", "tests/commands/test_init.py"),
     "shardproof checkpoint *": ("launches", "tests/commands/test_checkpoint_command.py"),
     "shardproof estimate *": ("test", "tests/estimate: formulas only"),
+    "shardproof locate *": ("test", "tests/locate: planted faults, and a clean case"),
     "shardproof simulate *": ("test", "tests/simulate: one rank of a small shape"),
     "shardproof plan *": ("test", "tests/simulate/test_plan.py: of a small shape"),
     "python docs/make_choice.py": ("slow", "tests/simulate/test_choice.py: minutes of CPU"),

@@ -546,6 +546,7 @@ def test_every_output_has_one_block_a_cause(tmp_path: Path) -> None:
         "fail: w2\n"
         "    equivalence: gradients are 2 times too small (2 = ranks): differs from the oracle\n"
         "    rerun: shardproof run s -k 'w2'\n"
+        "    locate: shardproof locate w2\n"
         "    the same in 2 more cases: w3, w4\n"
         "crash: crashed\n"
         "    rank 1 raised KeyError\n"

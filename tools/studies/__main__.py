@@ -19,6 +19,7 @@ from tools.studies import (
 )
 from tools.studies.convergence import on_nodes
 from tools.studies.convergence import study as convergence
+from tools.studies.first_difference import study as first_difference
 from tools.studies.mutation import study as mutation
 
 #: Each command returns its exit code.
@@ -39,6 +40,7 @@ for _name, _command, _help in (
     ("convergence", convergence.convergence, "Do lossy and stale methods reach a target as soon?"),
     ("training", training.run, "The cost of `Training` over the plain loop of a strategy."),
     ("elastic", elastic.command, "Kill workers and agents of torchrun: are numbers right?"),
+    ("first-difference", first_difference.run, "Does `locate` name planted faults?"),
     ("mutation", mutation.command, "Which systematic faults of the strategies survive?"),
     ("convergence-on-nodes", on_nodes.command, "`convergence` in containers on a network."),
     ("step-seconds-on-nodes", step_seconds.on_nodes, "`step-seconds` in containers on a network."),

@@ -1,0 +1,1 @@
+"""How often `locate` names the fault that was planted."""
