@@ -28,6 +28,16 @@ class Vocabulary:
     dyadic: Collection[str] = ()
 
 
+class _Implementations(tuple[str, ...]):
+    """All that can be listed; a planted fault is one of them only if it is named exactly."""
+
+    def __contains__(self, name: object) -> bool:
+        from shardproof.registry import MUTANTS, mutant_names
+
+        planted = str(name).startswith(MUTANTS) and name in mutant_names()
+        return planted or super().__contains__(name)
+
+
 @cache
 def installed() -> Vocabulary:
     """The names that scenario files may use on this machine."""
@@ -44,7 +54,7 @@ def installed() -> Vocabulary:
         return None
 
     return Vocabulary(
-        implementations=tuple(registry.names()),
+        implementations=_Implementations(registry.names()),
         backends=tuple(BACKENDS),
         workloads=(*workloads.WORKLOADS, *kinds.UNTRAINED),
         traits=tuple(workloads.TRAITS),
