@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import typer
 
-from shardproof import report, verdicts
+from shardproof import report, verdicts, wings
 from shardproof.case import Case
 from shardproof.cases import kills, room, runner
 from shardproof.checks.results import CaseResult, Kill, LeftOut
@@ -92,7 +92,10 @@ def run_and_exit(
         execution = Execution(
             folder, schedule, jobs, durations, budget, kept, nodes, judge, how, is_kept
         )
-        raise typer.Exit(execution.run())
+        code = execution.run()
+        if how.shrink and code == verdicts.BROKEN:
+            wings.required("shrink", "--shrink", lambda wing: wing.shrink(folder.path))
+        raise typer.Exit(code)
 
 
 def _on_nodes(cases: Sequence[Case], nodes: Nodes | None) -> list[Case]:

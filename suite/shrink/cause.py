@@ -74,7 +74,7 @@ def cause_of(result: CaseResult, account: Mapping[str, Any]) -> Cause | None:
     outcomes = [from_plain(RankOutcome, one) for one in account.get("outcomes") or ()]
     if (cause := root_cause(outcomes)) is not None:
         return _of_end(end, cause)
-    return Cause(end, says=_words(result.reason))
+    return Cause(end, says=words(result.reason))
 
 
 def _of_check(
@@ -84,8 +84,8 @@ def _of_check(
     says = ""
     if claim_of(line) == "operation":
         found = FINDING.search(outcome.message)
-        says = _words(outcome.message[: found.start()] if found else outcome.message)
-    if not kinds.of(result.case.workload).trains:
+        says = words(outcome.message[: found.start()] if found else outcome.message)
+    if kinds.of(result.case.workload).tests_backend:
         # ``broadcast (tensor), root last, bfloat16: ...``: the call is what a mistake is of.
         return Cause(end, outcome.check, re.split(r"[\s(:,]", outcome.message, maxsplit=1)[0])
     row = first_wrong((account.get("figures") or {}).get("compared", {}).get(outcome.check) or ())
@@ -94,9 +94,9 @@ def _of_check(
         last = phase.split()[-1]
         state = last if last in _STATES else _OF_PHASE.get(phase, phase)
         return Cause(end, outcome.check, state, phase, says)
-    words = _words(outcome.message)
+    told = words(outcome.message)
     moment = _PLACE.search(without_numbers(outcome.message))
-    return Cause(end, outcome.check, _head(words), moment[1] if moment else "", "")
+    return Cause(end, outcome.check, _head(told), moment[1] if moment else "", "")
 
 
 def first_wrong(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -118,12 +118,12 @@ def _of_end(end: str, cause: RankOutcome) -> Cause:
     found = _FRAME.search(cause.place)
     where = f"{PurePath(found[1]).name} {found[2]}" if found else ""
     how = cause.error_type or f"{cause.status} {cause.signal or cause.exit_code or ''}".strip()
-    says = f"{where}: {_words(cause.message)}".strip(": ")
+    says = f"{where}: {words(cause.message)}".strip(": ")
     return Cause(end, state=how, phase=cause.method, says=says if end != "over budget" else "")
 
 
-def _words(message: str) -> str:
-    """The first line of ``message`` without numbers, names and what stands in brackets."""
+def words(message: str) -> str:
+    """The words of an error: the first line of ``message`` without numbers, names and what stands in brackets."""
     text = next(iter(message.splitlines()), "")
     text = _QUOTED.sub("", text)
     for _ in range(3):  # nested ones
@@ -131,6 +131,6 @@ def _words(message: str) -> str:
     return " ".join(without_numbers(text).replace("#", "").split()).strip(" :;,.")
 
 
-def _head(words: str) -> str:
-    """``words`` up to the first that a size may add or leave out."""
-    return re.split(r" (?:and|more|promises?|expected|on ranks?)\b", words, maxsplit=1)[0][:80]
+def _head(told: str) -> str:
+    """``told`` up to the first that a size may add or leave out."""
+    return re.split(r" (?:and|more|promises?|expected|on ranks?)\b", told, maxsplit=1)[0][:80]

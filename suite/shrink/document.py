@@ -36,20 +36,32 @@ def name_of(case: Case) -> str:
     return f"shrunk-{system}"[:60].rstrip("-")
 
 
-def read(document: str, vocabulary: Vocabulary, file: str = "<shrunk>") -> Case | None:
-    """The one case of a scenario file; ``None``: it may not be combined so."""
-    try:
-        cases = expand(load_text(document, file), vocabulary)
-    except ScenarioError:
-        return None
-    return cases[0] if len(cases) == 1 else None
+def read(document: str, vocabulary: Vocabulary, file: str = "<shrunk>") -> Case:
+    """The first case of a scenario file.
+
+    :raises ScenarioError: what it combines may not be combined so.
+    """
+    return expand(load_text(document, file), vocabulary)[0]
+
+
+def required(case: Case, vocabulary: Vocabulary) -> Case:
+    """``case`` as its scenario file has it, at the same depth.
+
+    :raises ScenarioError: no file can have it.
+    """
+    return at_depth(read(text(case, "a case", "a fault"), vocabulary), case)
 
 
 def as_file(case: Case, vocabulary: Vocabulary) -> Case | None:
-    """``case`` as its scenario file has it, at the same depth; ``None``: no file can have it."""
-    again = read(text(case, "a case", "a fault"), vocabulary)
-    if again is None:
+    """As :func:`required`; ``None``: no file can have it."""
+    try:
+        return required(case, vocabulary)
+    except ScenarioError:
         return None
+
+
+def at_depth(again: Case, case: Case) -> Case:
+    """``again``, judged as closely as ``case``: no scenario says how closely."""
     return dataclasses.replace(again, depth=case.depth, unasked=case.unasked)
 
 
@@ -85,7 +97,8 @@ def _matrix(case: Case, trains: bool) -> dict[str, Any]:
             matrix["clip"] = float(case.optimizer.clip_norm)
     if case.lane != "fp64":
         matrix["lane"] = case.lane
-    built = {} if case.dtype == DTYPES[case.lane] else {"built": case.dtype}
+    # What trains nothing has a dtype for each call.
+    built = {"built": case.dtype} if trains and case.dtype != DTYPES[case.lane] else {}
     if built or policy:
         matrix["precision"] = {"label": _LABEL, **built, **policy}
     return matrix

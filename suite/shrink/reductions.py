@@ -17,6 +17,7 @@ from shardproof import axes, registry, workloads
 from shardproof.backends import BACKENDS
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases import kinds
+from shardproof.cases.kinds.kind import UntrainedKind
 from shardproof.contract import OptimizerSpec, Options, Refused
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.scenarios.matrix import DTYPES
@@ -137,28 +138,32 @@ def _of_workload(change: Callable[[Case], Iterator[Mapping[str, Any]]]) -> Any:
     return smaller
 
 
+#: Sizes of models, and those below which none is simpler to read.
+_LEAST = {"layers": 1, "width": 8, "channels": 2, "seq": 4, "heads": 1}
+
+
 def _knobs(spec: WorkloadSpec) -> Mapping[str, Knob]:
+    """The knobs of a workload; of one that trains nothing, as they are set."""
+    if isinstance(kind := kinds.of(spec), UntrainedKind):
+        return {name: Knob(value) for name, value in kind.resolve(spec).items()}
     family = workloads.WORKLOADS.get(spec.name)
     return family.knobs if family is not None else {}
 
 
 def _sizes(case: Case) -> Iterator[Mapping[str, Any]]:
     """Knobs that are numbers: all at once, then each."""
-    spec = case.workload
-    now = {name: spec.params.get(name, knob.default) for name, knob in _knobs(spec).items()}
-    counts = {n: v for n, v in now.items() if type(v) is int and not _knobs(spec)[n].choices}
-    # One attention head and a narrow model suit each other; the least of each alone may not.
-    least = {n: max(_knobs(spec)[n].minimum, _LEAST.get(n, 1)) for n in counts}
+    spec, known = case.workload, _knobs(case.workload)
+    trains = kinds.of(spec).trains
+    shown = {*spec.params, *(_LEAST if trains else known)} & {*known}
+    now = {name: spec.params.get(name, known[name].default) for name in known if name in shown}
+    counts = {n: v for n, v in now.items() if type(v) is int and not known[n].choices}
+    least = {n: max(known[n].minimum, _LEAST.get(n, 1)) for n in counts}
     least = {n: size for n, size in least.items() if size < counts[n]}
     if len(least) > 1:
         yield {"params": {**spec.params, **least}}
     for name in least:
         for size in ladder(least[name], counts[name]):
             yield {"params": {**spec.params, name: size}}
-
-
-#: Sizes below which a model is no simpler to read.
-_LEAST = {"width": 8, "channels": 2, "seq": 4}
 
 
 def _params(case: Case) -> Iterator[Mapping[str, Any]]:
@@ -177,6 +182,8 @@ def _traits(case: Case) -> Iterator[Mapping[str, Any]]:
 
 def _batch(case: Case) -> Iterator[Mapping[str, Any]]:
     spec = case.workload
+    if not kinds.of(spec).trains:
+        return
     least = max(1, case.data_coordinates * spec.micro_batches * spec.windows)
     for size in ladder(least, spec.global_batch):
         yield {"global_batch": size}
@@ -184,6 +191,8 @@ def _batch(case: Case) -> Iterator[Mapping[str, Any]]:
 
 def _cuts(case: Case) -> Iterator[Mapping[str, Any]]:
     spec = case.workload
+    if not kinds.of(spec).trains:
+        return
     if spec.micro_batches > 1 and spec.windows > 1:
         yield {"micro_batches": 1, "windows": 1}
     for name in ("windows", "micro_batches"):

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from shardproof.case import Case
 from shardproof.cases.runner import Session
 from shardproof.checks.results import CaseResult
-from shardproof.errors import Problem, SelectionError
+from shardproof.errors import Problem, ScenarioError, SelectionError
 from shardproof.scenarios.vocabulary import Vocabulary
-from shardproof.shrink import reductions
+from shardproof.shrink import document, reductions
 from shardproof.shrink.cause import Cause, cause_of
 from shardproof.shrink.reductions import REDUCTIONS, Reduction
 
@@ -98,10 +98,12 @@ class Shrinker:
 
     def _first(self, case: Case) -> Shrunk:
         plain = replace(case, xfail=None, xfail_says=(), skip=None, seal="", is_borrowed=False)
-        own = reductions.document.as_file(plain, self._vocabulary)
-        if own is None:
+        try:
+            own = document.required(plain, self._vocabulary)
+        except ScenarioError as error:
+            what = f"no scenario file can have this case: {error.problems[0].what}"
             remedy = "shrink a case of a scenario that names this system"
-            raise SelectionError(Problem("no scenario file can have this case", remedy, case.id))
+            raise SelectionError(Problem(what, remedy, case.id)) from None
         result, cause = self.confirm(own)
         if cause is None:
             raise passes(case, result)

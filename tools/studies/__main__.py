@@ -14,6 +14,7 @@ from tools.studies import (
     false_alarms,
     model_check,
     overhead,
+    shrink,
     step_seconds,
     training,
 )
@@ -40,6 +41,7 @@ for _name, _command, _help in (
     ("training", training.run, "The cost of `Training` over the plain loop of a strategy."),
     ("elastic", elastic.command, "Kill workers and agents of torchrun: are numbers right?"),
     ("mutation", mutation.command, "Which systematic faults of the strategies survive?"),
+    ("shrink", shrink.run, "How far do planted faults shrink, and at what cost?"),
     ("convergence-on-nodes", on_nodes.command, "`convergence` in containers on a network."),
     ("step-seconds-on-nodes", step_seconds.on_nodes, "`step-seconds` in containers on a network."),
 ):
