@@ -92,10 +92,9 @@ def run_and_exit(
         execution = Execution(
             folder, schedule, jobs, durations, budget, kept, nodes, judge, how, is_kept
         )
-        code = execution.run()
-        if how.shrink and code == verdicts.BROKEN:
+        if (ended := execution.run()) == verdicts.BROKEN and how.shrink:
             wings.required("shrink", "--shrink", lambda wing: wing.shrink(folder.path))
-        raise typer.Exit(code)
+        raise typer.Exit(ended)
 
 
 def _on_nodes(cases: Sequence[Case], nodes: Nodes | None) -> list[Case]:

@@ -118,13 +118,13 @@ def _of_end(end: str, cause: RankOutcome) -> Cause:
     found = _FRAME.search(cause.place)
     where = f"{PurePath(found[1]).name} {found[2]}" if found else ""
     how = cause.error_type or f"{cause.status} {cause.signal or cause.exit_code or ''}".strip()
-    says = f"{where}: {words(cause.message)}".strip(": ")
-    return Cause(end, state=how, phase=cause.method, says=says if end != "over budget" else "")
+    says = words(cause.message) if end == "crash" else ""
+    return Cause(end, state=how, phase=" in ".join(filter(None, (cause.method, where))), says=says)
 
 
 def words(message: str) -> str:
-    """The words of an error: the first line of ``message`` without numbers, names and what stands in brackets."""
-    text = next(iter(message.splitlines()), "")
+    """The first line of an error that is not empty, without numbers, names and brackets."""
+    text = next(filter(str.strip, message.splitlines()), "")
     text = _QUOTED.sub("", text)
     for _ in range(3):  # nested ones
         text = _BRACKETS.sub("", text)

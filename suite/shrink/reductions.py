@@ -246,12 +246,16 @@ def _options(case: Case) -> Iterator[Case]:
 
 
 def _less(options: Options) -> Iterator[dict[str, Any]]:
-    """``options`` without some, or with less inside of one."""
+    """``options`` without some, with less inside of one, or with a smaller number."""
     for kept in parts([*options]):
         yield {name: options[name] for name in kept}
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from ({**options, name: inner} for inner in _less(value) if inner)
+        elif type(value) is int:
+            yield from ({**options, name: size} for size in ladder(1, value))
+        elif isinstance(value, list | tuple) and len(value) > 1:
+            yield {**options, name: [*value[: len(value) // 2]]}
 
 
 def _plans(case: Case) -> Iterator[Case]:
@@ -301,8 +305,8 @@ def only_check(case: Case, cause: Cause) -> Case:
 REDUCTIONS = (
     Reduction("backend", _backends),
     Reduction("plans", _plans),
-    Reduction("steps", _steps),
     Reduction("ranks", _meshes),
+    Reduction("steps", _steps),
     Reduction("traits", _of_workload(_traits)),
     Reduction("sizes", _of_workload(_sizes)),
     Reduction("micro-batches", _of_workload(_cuts)),
@@ -316,17 +320,18 @@ REDUCTIONS = (
 
 
 def at_once(case: Case, vocabulary: Vocabulary) -> Iterator[Case]:
-    """Many reductions in one jump: all of them, all but steps, and the ranks and steps alone."""
-    names = [one.name for one in REDUCTIONS]
-    data = ("traits", "plans", "parameters", "options")
-    for kept in ((), ("steps",), ("steps", *data), ("ranks", "steps", *data)):
+    """Many reductions in one jump: all, all but steps, all but what makes faults show, and so on.
+
+    Options stay: without them a default may hold that takes more steps or ranks.
+    """
+    shows = ("traits", "plans", "parameters")
+    for kept in ((), ("steps",), ("steps", *shows), ("ranks", "steps", *shows)):
         jump = case
         for one in REDUCTIONS:
-            if one.name in kept or one.name not in names:
+            if one.name in ("options", *kept):
                 continue
             forms = (form for form in one.smaller(jump) if one.name != "ranks" or form.world > 1)
-            found = (form for form in forms if possible(form, vocabulary) is not None)
-            jump = next(found, jump)
+            jump = next((form for form in forms if possible(form, vocabulary) is not None), jump)
         if jump != case:
             yield jump
 

@@ -26,7 +26,7 @@ from shardproof.case import Case
 from shardproof.cases import kinds
 from shardproof.commands import options
 from shardproof.contract import Options
-from shardproof.shrink.cause import Cause
+from shardproof.shrink.cause import Cause, words
 from shardproof.shrink.search import Shrunk
 
 #: Lines of a script, which a maintainer reads in an issue.
@@ -37,6 +37,8 @@ DEADLINE = 120.0
 ERROR = 1e-6
 #: Kinds of state whose errors a script prints.
 _NUMBERS = {"gradients": "a gradient", "buffers": "a buffer"}
+#: Words of an error that must come again: later ones may tell of the machine.
+_COMPARED = 8
 _SHOWN = re.compile(r"largest relative error of (a \w+): ([-+.e\w]+)")
 _RAISED = re.compile(r"^(?:[\w.]+\.)?(\w+(?:Error|Exception))(?:: ?(.*))?$", re.M)
 _HERE = Path(__file__).parent
@@ -107,13 +109,14 @@ def shows(said: Said, cause: Cause) -> str:
 
 def _raised(said: Said, cause: Cause) -> str:
     """The last exception, if it is that of ``cause``: of its type, with its words."""
-    from shardproof.shrink.cause import words
-
-    wanted = cause.says.rpartition(": ")[2].split()[:5]
-    for kind, message in reversed(_RAISED.findall(said.err)):
+    wanted = cause.says.split()[:_COMPARED]
+    for found in reversed([*_RAISED.finditer(said.err)]):
+        # Some messages begin in the line below.
+        message = found[2] or next(iter(said.err[found.end() :].strip("\n").splitlines()), "")
         told = words(message).split()
-        if kind == cause.state and all(word in told for word in wanted):
-            return f"{kind}: {message}".strip(": ")[:160]
+        alike = all(word in told for word in wanted) and bool(told) == bool(wanted)
+        if found[1] == cause.state and (alike or not (wanted or found[2])):
+            return f"{found[1]}: {message.strip() if wanted else ''}".strip(": ")[:160]
     return ""
 
 
