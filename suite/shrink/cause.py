@@ -1,7 +1,7 @@
 """The cause of a failure, as a record that two cases of different size can share.
 
 It is made of the verdict and of the account's data: which check failed first, what kind of state
-its first wrong comparison is of and at which moment, or how the ranks ended.  Sentences of the judge
+its first wrong comparison is of and at which moment, or how the ranks ended.  The judge's sentences
 hold sizes and names of tensors, which a reduction changes; only their words are compared.
 """
 
@@ -53,10 +53,13 @@ class Cause(Stored):
 
     def same(self, other: Cause) -> bool:
         """Whether ``other`` is this cause; one that names no operation may be any."""
-        alike = (self.end, self.check, self.state, self.phase)
-        if alike != (other.end, other.check, other.state, other.phase):
+        if (self.end, self.check) != (other.end, other.check):
             return False
-        return self.says == other.says or (bool(self.check) and not (self.says and other.says))
+        ours, theirs = (
+            [_tokens(text) for text in (one.state, one.phase, one.says)] for one in (self, other)
+        )
+        is_open = bool(self.check) and not (ours[-1] and theirs[-1])
+        return ours[:-1] == theirs[:-1] and (is_open or ours[-1] == theirs[-1])
 
     def __str__(self) -> str:
         parts = [self.check, self.state, self.phase]
@@ -77,9 +80,7 @@ def cause_of(result: CaseResult, account: Mapping[str, Any]) -> Cause | None:
     return Cause(end, says=words(result.reason))
 
 
-def _of_check(
-    end: str, result: CaseResult, outcome: Outcome, account: Mapping[str, Any]
-) -> Cause:
+def _of_check(end: str, result: CaseResult, outcome: Outcome, account: Mapping[str, Any]) -> Cause:
     line = f"{outcome.check}: {outcome.message}"
     says = ""
     if claim_of(line) == "operation":
@@ -128,7 +129,14 @@ def words(message: str) -> str:
     text = _QUOTED.sub("", text)
     for _ in range(3):  # nested ones
         text = _BRACKETS.sub("", text)
-    return " ".join(without_numbers(text).replace("#", "").split()).strip(" :;,.")
+    text = without_numbers(text).replace("#", "")
+    return " ".join(re.sub(r"(?:\s*,)+", ",", text).split()).strip(" :;,.")
+
+
+def _tokens(text: str) -> list[str]:
+    """The words of ``text`` that say the same of one thing and of several."""
+    found = re.findall(r"[A-Za-z_]+", text)
+    return [w.rstrip("s") or w for w in found if w not in ("is", "are", "and", "all", "the")]
 
 
 def _head(told: str) -> str:

@@ -256,9 +256,9 @@ def _tell(done: Sequence[Written], passed: int, how: HowShrunk) -> None:
         before, after = one.shrunk.case, one.shrunk.best
         script = str(one.script) if one.script else one.why_none or "-"
         state = one.shrunk.stopped or ("fails again" if one.fails_again else "does not fail again")
-        changes = [f"{a} -> {b}" for a, b in ((before.world, after.world), (before.steps, after.steps))]
+        sizes = f"{before.world} -> {after.world}", f"{before.steps} -> {after.steps}"
         rows.append(
-            (before.id, str(one.shrunk.cause), *changes, str(one.shrunk.tried), state, script)
+            (before.id, str(one.shrunk.cause), *sizes, str(one.shrunk.tried), state, script)
         )
     headings = ("case", "cause", "ranks", "steps", "attempts", "ended", "script")
     table = Table("Shrunk cases", headings, rows, align="llrrrll")

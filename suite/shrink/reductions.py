@@ -169,7 +169,9 @@ def _sizes(case: Case) -> Iterator[Mapping[str, Any]]:
 def _params(case: Case) -> Iterator[Mapping[str, Any]]:
     """Parameters that are choices, or of a workload that trains nothing: left at their defaults."""
     spec, known = case.workload, _knobs(case.workload)
-    given = [n for n in spec.params if n not in known or known[n].choices or known[n].default is None]
+    given = [
+        n for n in spec.params if n not in known or known[n].choices or known[n].default is None
+    ]
     rest = {name: value for name, value in spec.params.items() if name not in given}
     for kept in parts(given):
         yield {"params": {**rest, **{name: spec.params[name] for name in kept}}}
@@ -260,10 +262,10 @@ def _less(options: Options) -> Iterator[dict[str, Any]]:
 
 def _plans(case: Case) -> Iterator[Case]:
     """Without a plan, its check, or what it asks for beyond the check."""
-    planned = {"fault": "faults", "checkpoint": "checkpoint"}
-    for field, check in planned.items():
-        if getattr(case, field) is not None:
-            yield replace(case, **{field: None}, checks=_without(case, check))
+    if case.fault is not None:
+        yield replace(case, fault=None, checks=_without(case, "faults"))
+    if case.checkpoint is not None:
+        yield replace(case, checkpoint=None, checks=_without(case, "checkpoint"))
     if case.changes_members:
         checks = _without(case, "membership")
         yield replace(case, membership={}, deaths=(), checks=checks)
@@ -291,7 +293,11 @@ def _without(case: Case, check: str) -> tuple[str, ...]:
 
 def only_check(case: Case, cause: Cause) -> Case:
     """``case`` judged by the check of ``cause`` alone, and what its plans need."""
-    asked = {"faults": case.fault, "checkpoint": case.checkpoint, "relations": case.expect.get("relation")}
+    asked = {
+        "faults": case.fault,
+        "checkpoint": case.checkpoint,
+        "relations": case.expect.get("relation"),
+    }
     needed = [name for name, plan in asked.items() if plan]
     needed += ["membership"] if case.changes_members else []
     first = cause.check or next(iter(case.checks), "")

@@ -198,9 +198,7 @@ def _facts(case: Case) -> dict[str, Any]:
     }
 
 
-def _settings(
-    system: Mapping[str, Any], given: Options, filled: Any
-) -> tuple[str, str, str]:
+def _settings(system: Mapping[str, Any], given: Options, filled: Any) -> tuple[str, str, str]:
     """Code, keywords and factors of the loss that the options ``given`` ask for."""
     code, keywords, loss = [], "", ""
     for name, value in given.items():
@@ -222,7 +220,7 @@ def _trait(known: Mapping[str, str], name: str) -> str:
 def _layer(known: Mapping[str, Any], case: Case) -> tuple[str, str]:
     """The layer of a model, and the shape of a sample."""
     names = (*case.workload.traits, case.workload.name, "usual")
-    return tuple(next(known[name] for name in names if name in known))  # type: ignore[return-value]
+    return tuple(next(known[name] for name in names if name in known))
 
 
 def _system(name: str) -> Mapping[str, Any]:

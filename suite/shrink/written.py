@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import Vocabulary
 from shardproof.shrink import document
 from shardproof.shrink.search import Shrinker, Shrunk
-from shardproof.table import number
 
 #: Characters of the name of a file, in front of a digest.
 _LONGEST_NAME = 80
@@ -24,9 +22,11 @@ _LONGEST_NAME = 80
 
 @dataclass(frozen=True)
 class Written:
-    """``file``: the scenario.  ``fails_again``: its case failed for the same cause when the file was
-    read and run.  ``script``: that of the system alone, which shows the defect; ``None``:
-    ``why_none`` says why there is none.
+    """The files of one case.
+
+    ``file``: the scenario.  ``fails_again``: read from there and run, it failed for the same cause.
+    ``script``: that of the system alone, which shows the defect; ``None``: ``why_none`` says why
+    there is none.
     """
 
     shrunk: Shrunk
@@ -72,16 +72,3 @@ def fails_again(shrinker: Shrinker, shrunk: Shrunk, file: Path, vocabulary: Voca
     (case,) = expand(load(file), vocabulary)
     _, cause = shrinker.confirm(document.at_depth(case, shrunk.best))
     return cause is not None and shrunk.cause.same(cause)
-
-
-def sizes(case: Case) -> Sequence[str]:
-    """What a case has, for a row: ranks, steps, layers and so on."""
-    spec = case.workload
-    mesh = " x ".join(f"{axis} {size}" for axis, size in case.mesh.items())
-    return (
-        f"{number(case.world, 'rank')} ({mesh}) on {case.backend}",
-        number(case.steps, "step"),
-        f"{number(len(spec.traits), 'trait')}",
-        f"{number(spec.global_batch, 'sample')} in {spec.micro_batches * spec.windows}",
-        f"{number(len(case.options), 'option')}",
-    )

@@ -36,7 +36,6 @@ from shardproof.errors import SelectionError
 from shardproof.launch.process_control import cores, spent_below
 from shardproof.scenarios.vocabulary import installed
 from shardproof.shrink import reductions
-from shardproof.shrink.cause import cause_of
 from shardproof.shrink.search import Limits, Shrinker
 
 MOST_RANKS, LEAST_HELD, MOST_SECONDS = 2, 0.95, 20.0
@@ -58,6 +57,12 @@ class Line:
     seconds: float
     parent: str
     why_not: str = ""
+
+    def __str__(self) -> str:
+        (ranks, few_ranks), (steps, few_steps) = self.ranks, self.steps
+        sizes = f"ranks {ranks} -> {few_ranks}, steps {steps} -> {few_steps}"
+        told = self.why_not or "holds"
+        return f"{self.fault}: {sizes}, {self.tried} attempts, {self.seconds:.1f} s: {told}"
 
     @property
     def held(self) -> bool:
@@ -100,7 +105,9 @@ def _with_more(case: Case, more: Sequence[str]) -> Case:
         spec = replace(spec, params=params, traits=traits, global_batch=more_samples, seed=7)
     optimizer = case.optimizer
     if "optimizer" in more and case.lane == "fp64" and optimizer == OptimizerSpec():
-        optimizer = OptimizerSpec("adamw", lr=0.003, weight_decay=0.1, warmup_steps=2, clip_norm=1.0)
+        optimizer = OptimizerSpec(
+            "adamw", lr=0.003, weight_decay=0.1, warmup_steps=2, clip_norm=1.0
+        )
     return replace(case, workload=spec, optimizer=optimizer)
 
 
@@ -166,7 +173,8 @@ def run(
     count: Annotated[int, typer.Option("--sample", metavar="N", min=1, help="faults")] = 100,
     skip: Annotated[int, typer.Option("--skip", metavar="N", min=0, help="faults left out")] = 0,
     budget: Annotated[
-        float | None, typer.Option("--budget", metavar="MIN", help="start no fault after MIN minutes")
+        float | None,
+        typer.Option("--budget", metavar="MIN", help="start no fault after MIN minutes"),
     ] = None,
     jobs: options.Jobs = None,
     out: Annotated[Path | None, options.output("--out", "write a line per fault (JSON)")] = None,
@@ -182,9 +190,7 @@ def run(
                 break
             line = study_one(session, name)
             lines.append(line)
-            sizes = f"ranks {line.ranks[0]} -> {line.ranks[1]}, steps {line.steps[0]} -> {line.steps[1]}"
-            told = line.why_not or "holds"
-            echo(f"{name}: {sizes}, {line.tried} attempts, {line.seconds:.1f} s: {told}", err=True)
+            echo(f"{line}", err=True)
             if out is not None:
                 options.write(out, json.dumps([asdict(one) for one in lines], indent=1) + "\n")
     if not lines:
