@@ -65,6 +65,8 @@ ELSEWHERE = {
     "shardproof merge *": ("test", "tests/runs/test_shards.py: needs the parts of four machines"),
     "shardproof compare results/here results/there": ("clusters", "tests/cluster/test_cluster.py"),
     "shardproof run --rerun-failed *": ("test", "tests/commands/test_rerun.py: needs failures"),
+    "shardproof shrink *": ("test", "tests/shrink: needs failures"),
+    "shardproof run * --shrink": ("test", "tests/shrink: needs failures"),
     "shardproof reproduce RUN -k *": ("test", "tests/reproduce/test_reproduced.py"),
     "python -m tools.*": ("slow", "tests/studies, tests/coverage: hours"),
     "python settings.py": ("test", "tests/docs/test_tutorials.py: has that script"),
