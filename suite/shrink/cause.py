@@ -140,5 +140,5 @@ def _tokens(text: str) -> list[str]:
 
 
 def _head(told: str) -> str:
-    """``told`` up to the first that a size may add or leave out."""
+    """The beginning of ``told``, before words that depend on sizes."""
     return re.split(r" (?:and|more|promises?|expected|on ranks?)\b", told, maxsplit=1)[0][:80]

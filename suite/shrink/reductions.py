@@ -1,4 +1,4 @@
-"""What a case can be without: one row per reduction, those that save most time first.
+"""The reductions of a case: one row each, those that save most time first.
 
 A reduction lists smaller cases, the smallest first.  It does not ask whether a system can run them:
 :func:`possible` leaves out what a declaration or a scenario file rules out, and what is left is

@@ -50,7 +50,7 @@ class NoScript(Exception):
 
 @dataclass(frozen=True)
 class Said:
-    """What a script printed; ``ended``: it came to its end in time."""
+    """The output of a script, and its exit code (``None``: it was ended at its deadline)."""
 
     out: str
     err: str
@@ -220,7 +220,8 @@ def _trait(known: Mapping[str, str], name: str) -> str:
 def _layer(known: Mapping[str, Any], case: Case) -> tuple[str, str]:
     """The layer of a model, and the shape of a sample."""
     names = (*case.workload.traits, case.workload.name, "usual")
-    return tuple(next(known[name] for name in names if name in known))
+    layer, sample = next(known[name] for name in names if name in known)
+    return layer, sample
 
 
 def _system(name: str) -> Mapping[str, Any]:

@@ -37,7 +37,7 @@ class Written:
 
     @property
     def command(self) -> str:
-        """What runs the file."""
+        """The command that runs the file."""
         return command(self.shrunk.best, self.file)
 
 

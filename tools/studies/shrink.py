@@ -47,7 +47,7 @@ _LONGEST = 240.0
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one fault; ``seconds`` are CPU seconds."""
+    """The result of one fault; ``seconds`` are CPU seconds."""
 
     fault: str
     cause: str
