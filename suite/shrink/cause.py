@@ -139,6 +139,6 @@ def _tokens(text: str) -> list[str]:
     return [w.rstrip("s") or w for w in found if w not in ("is", "are", "and", "all", "the")]
 
 
-def _head(told: str) -> str:
-    """The beginning of ``told``, before words that depend on sizes."""
-    return re.split(r" (?:and|more|promises?|expected|on ranks?)\b", told, maxsplit=1)[0][:80]
+def _head(sentence: str) -> str:
+    """The beginning of ``sentence``, before words that depend on sizes."""
+    return re.split(r" (?:and|more|promises?|expected|on ranks?)\b", sentence, maxsplit=1)[0][:80]
