@@ -245,6 +245,10 @@ class Wing:
         """Findings of ``shardproof doctor`` here; ``thorough``: with ``--cluster``."""
         return iter(())
 
+    def shrink(self, run: Path) -> int | None:
+        """Shrink every failed case of the run in the folder ``run``; the exit code."""
+        return None
+
     def verify(self, run: Any) -> Iterable[str]:
         """Judge the wing's lines of a ``run`` (:class:`~shardproof.runs.run_folder.Run`) again;
         what comes out differently, in sentences.

@@ -36,6 +36,7 @@ from shardproof.scenarios import schema
 from shardproof.scenarios.load import ScenarioFile, find
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
+from shardproof.shrink.reductions import ladder
 from shardproof.table import Table
 
 FOLDER = Path(__file__).resolve().parents[1] / "scenarios" / "conformance"
@@ -70,7 +71,7 @@ def _models(file: ScenarioFile) -> Iterator[dict[str, Any]]:
     own = file.scenario.workload
     kind = kinds.of(own)
     if kind.tests_backend:
-        yield from ({"params": {"strength": strength}} for strength in (1, 2))
+        yield from ({"params": {"strength": strength}} for strength in ladder(1, 3))
     if not kind.trains:
         return
     fewer = {"global_batch": 12} if own.global_batch > 12 else {}
@@ -79,7 +80,7 @@ def _models(file: ScenarioFile) -> Iterator[dict[str, Any]]:
         return
     narrow = {"seq": 8} if "width" in own.params else {"width": 16, "seq": 8}
     layers = own.params.get("layers", 3)
-    for count in range(1, layers + 1):
+    for count in (*ladder(1, layers), layers):
         depth = {"layers": count} if count < layers else {}
         yield {**fewer, "params": {**depth, **narrow}}
         yield {"params": {**depth, **narrow}}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import typer
 
-from shardproof import report, verdicts
+from shardproof import report, verdicts, wings
 from shardproof.case import Case
 from shardproof.cases import kills, room, runner
 from shardproof.checks.results import CaseResult, Kill, LeftOut
@@ -92,7 +92,9 @@ def run_and_exit(
         execution = Execution(
             folder, schedule, jobs, durations, budget, kept, nodes, judge, how, is_kept
         )
-        raise typer.Exit(execution.run())
+        if (ended := execution.run()) == verdicts.BROKEN and how.shrink:
+            wings.required("shrink", "--shrink", lambda wing: wing.shrink(folder.path))
+        raise typer.Exit(ended)
 
 
 def _on_nodes(cases: Sequence[Case], nodes: Nodes | None) -> list[Case]:

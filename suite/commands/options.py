@@ -331,6 +331,7 @@ class HowRun(Output):
     )
     first_failure: bool = option(False, "-x", help="stop at the first failure, as --maxfail 1")
     junit: Path | None = output_option("--junit", "also write JUnit XML to FILE")  # noqa: RUF009
+    shrink: bool = option(False, "--shrink", help="reduce failed cases (`shardproof shrink`)")
     dry_run: bool = option(False, "--dry-run", "--collect-only", help="only print the cases")
 
     @property

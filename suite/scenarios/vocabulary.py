@@ -28,6 +28,15 @@ class Vocabulary:
     dyadic: Collection[str] = ()
 
 
+class _Implementations(tuple[str, ...]):
+    """All that can be listed; a planted fault is one of them only if it is named exactly."""
+
+    def __contains__(self, name: object) -> bool:
+        from shardproof import registry
+
+        return super().__contains__(name) or name in registry.mutant_names()
+
+
 @cache
 def installed() -> Vocabulary:
     """The names that scenario files may use on this machine."""
@@ -44,7 +53,7 @@ def installed() -> Vocabulary:
         return None
 
     return Vocabulary(
-        implementations=tuple(registry.names()),
+        implementations=_Implementations(registry.names()),
         backends=tuple(BACKENDS),
         workloads=(*workloads.WORKLOADS, *kinds.UNTRAINED),
         traits=tuple(workloads.TRAITS),

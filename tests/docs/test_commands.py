@@ -68,6 +68,8 @@ ELSEWHERE = {
     "shardproof run --rerun-failed *": ("test", "tests/commands/test_rerun.py: needs failures"),
     "shardproof site *": ("test", "tests/site: a site takes seconds, and writes a folder"),
     "shardproof history *": ("test", "tests/site/test_series.py: a series of several runs"),
+    "shardproof shrink *": ("test", "tests/shrink: needs failures"),
+    "shardproof run * --shrink": ("test", "tests/shrink: needs failures"),
     "shardproof reproduce RUN -k *": ("test", "tests/reproduce/test_reproduced.py"),
     "python -m tools.*": ("slow", "tests/studies, tests/coverage: hours"),
     "python settings.py": ("test", "tests/docs/test_tutorials.py: has that script"),

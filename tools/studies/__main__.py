@@ -14,6 +14,7 @@ from tools.studies import (
     false_alarms,
     model_check,
     overhead,
+    shrink,
     step_seconds,
     training,
 )
@@ -42,6 +43,7 @@ for _name, _command, _help in (
     ("elastic", elastic.command, "Kill workers and agents of torchrun: are numbers right?"),
     ("first-difference", first_difference.run, "Does `locate` name planted faults?"),
     ("mutation", mutation.command, "Which systematic faults of the strategies survive?"),
+    ("shrink", shrink.run, "How far do planted faults shrink, and at what cost?"),
     ("convergence-on-nodes", on_nodes.command, "`convergence` in containers on a network."),
     ("step-seconds-on-nodes", step_seconds.on_nodes, "`step-seconds` in containers on a network."),
 ):
