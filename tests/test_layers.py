@@ -30,7 +30,7 @@ LOADERS = {"registry"}
 COMPOSERS = {"hybrid", "context"}
 #: What strategies share; none of these is a strategy.
 SHARED = {"checkpoint", "collectives", "engine", "parts", "units"}
-MOST_ROOMS = 36
+MOST_ROOMS, MOST_FILES_IN_ROOT, MOST_FILES = 36, 15, 20
 #: Strategy -> files of impls/reference that its import may load, packages included.
 MOST_LOADED = {"naive_ddp": 15, "ddp": 20, "zero1": 30, "zero2": 30, "zero3": 30, "fsdp": 30}
 #: Where a function of impls/reference may import: in what ``late`` decorates, and here.  All of
