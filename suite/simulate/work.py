@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import flop_counter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardproof.ledgers.memory import operators
 from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.ledgers.program_order import RankLog, nested_tensors
-from shardproof.simulate.fakes import functional
+from shardproof.simulate.fakes import functional, remembered
+from shardproof.simulate.fakes.known import DEVICE
 
 
 class Operator(NamedTuple):
@@ -48,7 +50,6 @@ class Work:
 
 
 _aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
 #: torch has no formulas for its CPU kernels of attention, which compute the same as those on GPUs.
 _KERNELS: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop,
@@ -89,12 +90,13 @@ class WorkLedger(MemoryLedger):
         self._run = _Run()
 
     def __enter__(self) -> WorkLedger:
+        #: Whether what leaves this mode goes to the fake mode, and to no other.
+        self._is_last = len(_get_current_dispatch_mode_stack()) == 1
         super().__enter__()
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor:
-            # Half of all operators: autograd asks each tensor for its device.
+        if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is NotImplemented:
@@ -107,6 +109,14 @@ class WorkLedger(MemoryLedger):
         if kind not in (operators.VIEW, operators.SENDS, operators.WAIT):
             self._note(func, args, kwargs or {}, result)
         return result
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._is_last:
+            # The way over torch's dispatcher would end there as well.
+            is_known, result = remembered.known(self._fake_mode, func, args, kwargs or {})
+            if is_known:
+                return result
+        return super()._computed(func, args, kwargs)
 
     def attended(self, flops: float, tensors: Sequence[Tensor]) -> None:
         """Note a fused kernel of attention on ``tensors``, which no operator stands for."""

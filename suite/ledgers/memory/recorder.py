@@ -200,7 +200,7 @@ class MemoryLedger(TorchDispatchMode):
         kind, name, _ = operators.KNOWN.get(id(func)) or operators.learn(func)
         if kind == operators.WAIT and self.fakes:
             return args[0]
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        result = self._computed(func, args, kwargs)
         if kind == operators.VIEW:
             return result
         self._turn()
@@ -222,6 +222,9 @@ class MemoryLedger(TorchDispatchMode):
         if kind == operators.SENDS:
             self.touch(nested_tensors((args, kwargs, result)))
         return result
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _given(self, storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
         """Whether ``storage`` was the operator's input, so that the operator did not make it."""
@@ -274,7 +277,7 @@ class MemoryLedger(TorchDispatchMode):
             origin = "before"
         ref = _Ref(storage, self._freed)
         ref.index, ref.key, ref.size, ref.told = len(self.log.storages), id(storage), -1, ()
-        device = FILE if mapped else "cpu" if tensor.is_cpu else str(tensor.device)
+        device = FILE if mapped else str(tensor.device)
         self.log.storages.append(Storage(device, operation, phase, step, origin))
         self._known[ref.key] = ref
         self._size(ref, storage.nbytes())

@@ -28,6 +28,7 @@ from torch.utils._mode_utils import no_dispatch
 from shardproof.ledgers.program_order import RankLog
 from shardproof.simulate.fakes import functional, remembered
 
+DEVICE = torch.ops.prim.device.default
 #: Operators that make a tensor from numbers alone.
 _FACTORIES = {torch.ops.aten.arange, torch.ops.aten.full, torch.ops.aten.zeros, torch.ops.aten.ones}
 #: Most elements of a tensor whose values are kept: a mask of 4,096 rows and columns.
@@ -74,6 +75,8 @@ class KnownIntegers(FakeTensorMode):
     def __init__(self, decided: Decided | None) -> None:
         super().__init__()
         self.decided = decided
+        #: Device -> the attributes of its tensors that have no constant.
+        self.attributes: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -88,6 +91,9 @@ class KnownIntegers(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` on fake tensors."""
+        if func is DEVICE and type(args[0]) is FakeTensor:
+            # A quarter of all operators: autograd asks each tensor for its device.
+            return args[0].device
         if func is torch.ops.aten.from_file.default:
             # A mapped file is simulated as host memory of the same size.
             size, dtype = kwargs["size"] if "size" in kwargs else args[2], kwargs["dtype"]
