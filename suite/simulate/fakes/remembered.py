@@ -172,7 +172,7 @@ def _again(mode: Any, one: _Result, args: Sequence[Any]) -> Any:
 
 
 def _fake(mode: Any, inner: Tensor, device: torch.device) -> Any:
-    """What ``FakeTensor(mode, inner, device)`` gives, in a third of the time.
+    """``FakeTensor(mode, inner, device)`` in a third of the time.
 
     torch makes the first one of a device, and each further one gets its attributes.
     """
