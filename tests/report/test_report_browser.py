@@ -1,38 +1,20 @@
-"""The page in headless Chromium: no errors, no requests, keyboard, phone, dark mode, labels.
-
-Needs Debian's ``chromium`` (``apt-get install chromium``) and the package ``playwright`` without
-its own browsers.  Skipped only where there is no Chromium and this is not CI.
-"""
+"""The page in headless Chromium: no errors, no requests, keyboard, phone, dark mode, labels."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import browsing
 import pytest
+from browsing import DESK, MARKS, PHONE
 from synthetic_run import FULL, write_run
 
 from shardproof import report
 from shardproof.runs.run_folder import read
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        CHROMIUM is None and os.environ.get("CI") != "true",
-        reason="no chromium here: apt-get install chromium",
-    ),
-]
-ARGUMENTS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
-    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
-)
-#: The longest wait for an action of the browser, in milliseconds, while other tests run.
-PATIENCE_MS = 240_000
-PHONE = {"width": 380, "height": 780}
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
@@ -49,38 +31,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    assert CHROMIUM is not None, "CI must have chromium: see .ci/run"
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+    with browsing.started_browser() as started:
         yield started
-        started.close()
 
 
-class Visit:
-    """A page that was opened, what it asked for and what it complained of."""
+class Visit(browsing.Visit):
+    """A report, which is one file."""
 
     def __init__(self, browser: Any, file: Path, **context: Any) -> None:
-        self.context = browser.new_context(**context)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(PATIENCE_MS)
-        self.requests: list[str] = []
-        self.complaints: list[str] = []
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", lambda told: self.complaints.append(told.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.goto(file.as_uri())
-
-    def __enter__(self) -> Any:
-        return self.page
+        super().__init__(browser, file.as_uri(), **context)
 
     def __exit__(self, *_: object) -> None:
-        asked = [url for url in self.requests if not url.startswith(("file:", "data:"))]
-        files = {url.split("#")[0] for url in self.requests if url.startswith("file:")}
-        self.context.close()
-        assert self.complaints == []
-        assert asked == [] and len(files) == 1
+        super().__exit__()
+        assert len({url.split("#")[0] for url in self.requests if url.startswith("file:")}) == 1
 
 
 def test_every_link_leads_somewhere(browser: Any, file: Path) -> None:
@@ -123,7 +86,7 @@ def test_no_table_scrolls_both_ways(browser: Any, file: Path, size: dict[str, in
 
 def test_cases_are_folded_until_they_are_sought(browser: Any, file: Path) -> None:
     """What broke stands above in full; open groups made the page 58,000 pixels long."""
-    with Visit(browser, file, viewport={"width": 1280, "height": 900}) as page:
+    with Visit(browser, file, viewport=DESK) as page:
         assert page.locator("details.group[open]").count() == 0
         page.get_by_label("Search").fill("zero1 gloo")
         assert page.locator("details.group[open]").count() == 1
@@ -246,7 +209,7 @@ def test_cases_are_sought_by_words_and_by_failure(browser: Any, file: Path) -> N
 
 
 def test_the_results_are_not_clipped_in_a_laptop_s_window(browser: Any, file: Path) -> None:
-    with Visit(browser, file, viewport={"width": 1280, "height": 900}) as page:
+    with Visit(browser, file, viewport=DESK) as page:
         unfold(page)
         box = page.locator('[aria-label="Results"]')
         texts = {

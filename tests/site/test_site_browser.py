@@ -1,14 +1,8 @@
-"""A site in headless Chromium, opened as files: search, links, keyboard, phone, dark, labels.
-
-Needs what ``tests/report/test_report_browser.py`` needs.  Skipped only where there is no Chromium
-and this is not CI.
-"""
+"""A site in headless Chromium, opened as files: search, links, keyboard, phone, dark, labels."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,26 +14,13 @@ from urllib.parse import quote
 
 import pytest
 import synthetic as made
+from browsing import DESK, MARKS, PATIENCE_MS, PHONE, Visit, started_browser
 from synthetic_run import FULL, write_run
 
 from shardproof.site.command import FIRST_VIEW
 from shardproof.site.pages import MENU, build
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        CHROMIUM is None and os.environ.get("CI") != "true",
-        reason="no chromium here: apt-get install chromium",
-    ),
-]
-ARGUMENTS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
-    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
-)
-#: The longest wait for an action of the browser, in milliseconds, while other tests run.
-PATIENCE_MS = 240_000
-PHONE, DESK = {"width": 380, "height": 780}, {"width": 1280, "height": 900}
+pytestmark = MARKS
 ROOT = Path(__file__).parents[2]
 HOSTILE = "<img src=x onerror=\"document.title='broken'\">"
 
@@ -60,36 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    assert CHROMIUM is not None, "CI must have chromium: see .ci/run"
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+    with started_browser() as started:
         yield started
-        started.close()
-
-
-class Visit:
-    """Pages that were opened, what they asked for and what they complained of."""
-
-    def __init__(self, browser: Any, address: str, **context: Any) -> None:
-        self.context = browser.new_context(**context)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(PATIENCE_MS)
-        self.requests: list[str] = []
-        self.complaints: list[str] = []
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", lambda told: self.complaints.append(told.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.goto(address)
-
-    def __enter__(self) -> Any:
-        return self.page
-
-    def __exit__(self, *_: object) -> None:
-        self.context.close()
-        assert self.complaints == []
-        assert [u for u in self.requests if not u.startswith(("file:", "data:"))] == []
 
 
 def address(folder: Path, page: str) -> str:
