@@ -20,14 +20,18 @@ def cases(name: str, run: str | None, expression: str, most: int) -> list[Case]:
     ``name`` is the id of a case of ``run`` (``None``: the newest) or of a scenario, a planted fault
     ``mutants/NAME``, or a run: then its failing cases whose ids ``expression`` matches.
 
-    :raises SelectionError: there is no such case, or none that can be located.
+    :raises SelectionError: there is no such case, none that can be located, or words that do not
+        go together.
     """
-    if "::" not in name and name.startswith(registry.MUTANTS):
-        found = [_planted(name)]
-    elif "::" in name:
-        found = [_named(name, run)]
-    else:
+    is_run = "::" not in name and not name.startswith(registry.MUTANTS)
+    if expression and not is_run:
+        raise SelectionError(Problem("-k selects cases of a run", "leave -k out", name))
+    if run is not None and (is_run or name.startswith(registry.MUTANTS)):
+        raise SelectionError(Problem("--run is for the id of a case", "leave --run out", name))
+    if is_run:
         found = _failing(name, expression, most)
+    else:
+        found = [_named(name, run) if "::" in name else _planted(name)]
     for case in found:
         _require_training(case)
     return found
@@ -49,12 +53,8 @@ def _named(name: str, run: str | None) -> Case:
     from shardproof.scenarios.selection import Selection
     from shardproof.scenarios.vocabulary import installed
 
-    try:
-        known = [result.case for result in _results(run) if result.id == name]
-    except SelectionError:  # no run yet
-        if run is not None:
-            raise
-        known = []
+    results = _results(run) if run is not None or _has_run() else []
+    known = [result.case for result in results if result.id == name]
     if known:
         return known[0]
     if name.startswith(registry.MUTANTS):
@@ -73,6 +73,17 @@ def _failing(name: str, expression: str, most: int) -> list[Case]:
         remedy = "name another run, or another -k; `shardproof report RUN` lists what failed"
         raise SelectionError(Problem("no case of this run fails", remedy, name))
     return [r.case for r in sorted(results, key=lambda r: (r.case.world, r.case.steps))][:most]
+
+
+def _has_run() -> bool:
+    """Whether there is a newest run."""
+    from shardproof.runs.run_folder import find_run
+
+    try:
+        find_run(None)
+    except SelectionError:
+        return False
+    return True
 
 
 def _results(run: str | None) -> Sequence[CaseResult]:

@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,9 @@ from shardproof import verdicts
 from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.commands.options import option
-from shardproof.locate.finding import Finding, Place, path_of
+
+if TYPE_CHECKING:
+    from shardproof.locate.finding import Finding, Place
 
 #: Frames that are shown of those that led to a line.
 _SHOWN = 4
@@ -61,18 +63,19 @@ def locate(
     shardproof locate mutants/zero1_all_reduces
     shardproof locate results/RUN -k zero2 --json
     """
+    from shardproof.commands.supervision import Interrupts
     from shardproof.locate import asked
+    from shardproof.locate.finding import broken
     from shardproof.locate.task import locate_all
 
     findings: list[Finding] = []
-    chosen = asked.cases(name, how.run, expression, how.most)
-    for case, found, _ in locate_all(chosen):
-        if isinstance(found, str):
-            found = Finding(case.id, "unplaced", "judge error", f"the search itself broke: {found}")
-        findings.append(found)
-        if not how.as_json:
-            for line in lines(found):
-                echo(line)
+    with Interrupts():
+        chosen = asked.cases(name, how.run, expression, how.most)
+        for case, found, _ in locate_all(chosen):
+            findings.append(broken(case.id, found) if isinstance(found, str) else found)
+            if not how.as_json:
+                for line in lines(findings[-1]):
+                    echo(line)
     if how.as_json:
         echo(json.dumps([found.to_dict() for found in findings], indent=2))
     raise typer.Exit(exit_code(findings))
@@ -102,6 +105,8 @@ def lines(found: Finding) -> Iterator[str]:
 
 
 def _shown(label: str, place: Place) -> Iterator[str]:
+    from shardproof.locate.finding import path_of
+
     yield f"  {label:<6}{place} in {place.function}"
     if source := linecache.getline(str(Path(path_of(place))), place.line).strip():
         yield f"          {source}"

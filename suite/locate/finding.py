@@ -115,6 +115,11 @@ def own_files(system: type[Implementation]) -> list[Path]:
     return list(dict.fromkeys(Path(file).resolve() for file in files if file))
 
 
+def broken(case: str, why: str) -> Finding:
+    """The finding of a search that ended without one."""
+    return Finding(case, "unplaced", "judge error", f"the search itself broke: {why}")
+
+
 def nothing(case: str, verdict: str, note: str = "") -> Finding:
     """The finding of a case that passes."""
     return Finding(case, "nothing", verdict, "nothing differs: the case passes", note=note)

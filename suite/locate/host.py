@@ -14,6 +14,9 @@ from shardproof.launch.ranks import Forked, RankHost, RankOutcome
 from shardproof.locate.recorded import Recording, read
 from shardproof.locate.recording import Recorder, watch
 
+#: Bytes of the copies of all ranks, which share this machine.
+MOST_BYTES = 1 << 32
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -26,11 +29,12 @@ class Recorded:
 
     def prepare(self) -> None:
         """Before ranks that are threads start."""
+        watch(registry.load(self.system))
         getattr(self.program, "prepare", lambda: None)()
 
     def __call__(self, rank: int, world: int) -> Any:
         watch(registry.load(self.system))
-        recorder = Recorder(self.last)
+        recorder = Recorder(self.last, MOST_BYTES // world)
         try:
             with recorder:
                 return self.program(rank, world)

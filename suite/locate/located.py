@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from shardproof import axes, registry, verdicts, workloads
 from shardproof.backends.errors import few_spans
@@ -30,6 +29,10 @@ from shardproof.oracle.kinds import Ran, oracle_of
 
 #: Wrong tensors from which the walk starts at most, in each moment.
 MOST_STARTS = 24
+#: How many times the CPU seconds of a case its recorded run may take.
+SLOWER = 20
+#: The note of a finding that was made from a part of the run.
+TRUNCATED = "the recording was full before the run ended, so a later difference is not seen"
 #: Lanes whose values are no good as names of themselves.
 _OTHER_LANES = ("dyadic", "bitwise")
 
@@ -40,13 +43,26 @@ def locate(case: Case, folder: Path) -> Finding:
     if case.lane in _OTHER_LANES and case.lowest_dtype == "float64":
         note = f"located in lane fp64 instead of {case.lane}, where values name themselves"
         case = replace(case, lane="fp64")
+    host, oracles = RecordingHost(case.implementation, case.steps), folder / "oracles"
     # What memory is weighed by would record itself.
-    asked = tuple(check for check in case.checks if check != "memory") or case.checks
-    case = replace(case, checks=asked)
-    host = RecordingHost(case.implementation, case.steps)
+    kept = tuple(check for check in case.checks if check != "memory")
+    recorded = replace(case, checks=kept or case.checks, deadline=case.deadline * SLOWER)
     work = Path(tempfile.mkdtemp(dir=folder))
-    account, result = judge_case(case, work, folder / "oracles", host)
-    return _Search(case, account, result, host, note).found()
+    found = _Search(recorded, *judge_case(recorded, work, oracles, host), host, note).found()
+    if found.kind != "nothing" or len(kept) in (0, len(case.checks)):
+        return found
+    plain = Path(tempfile.mkdtemp(dir=folder))
+    _, result = judge_case(replace(case, checks=("memory",)), plain, oracles)
+    return found if verdicts.kind(result.verdict) in verdicts.GREEN else unplaced(result, note)
+
+
+def unplaced(
+    result: CaseResult, note: str, why: str = "no recorded tensor or call differs"
+) -> Finding:
+    """The finding of a case that does not pass, and whose difference has no place."""
+    reason = (result.reason.splitlines() or ["no reason"])[0]
+    sentence = f"the difference could not be placed: {why}; the case says: {reason}"
+    return Finding(result.case.id, "unplaced", result.verdict, sentence, note=note)
 
 
 @dataclass
@@ -68,13 +84,17 @@ class _Search:
     def recordings(self) -> dict[int, Recording]:
         """Those of the first launch, by rank."""
         first = next(iter(self.host.launches.values()), [])
+        if any(recording.truncated for recording in first):
+            self.note = "; ".join(filter(None, (self.note, TRUNCATED)))
         return {recording.rank: recording for recording in first}
 
     def found(self) -> Finding:
         """The first difference."""
         case, verdict = self.case, self.result.verdict
-        if verdicts.kind(verdict) not in (*verdicts.RED, "xfail", "undecidable"):
+        if verdicts.kind(verdict) in verdicts.GREEN - {"xfail", "skip"}:
             return nothing(case.id, verdict, self.note)
+        if verdicts.kind(verdict) not in (*verdicts.RED, "xfail", "undecidable"):
+            return self._unplaced(f"the recorded run ended as {verdict}")
         cause = root_cause(self.account.outcomes)
         if cause is not None:
             return self._end(cause.place)
@@ -83,7 +103,8 @@ class _Search:
             return self._unplaced("the case left nothing to compare")
         if evidence.truth.steps and (finding := self._numbers(evidence)) is not None:
             return finding
-        if (difference := calls.first(evidence, self.recordings)) is not None:
+        whole = not any(recording.truncated for recording in self.recordings.values())
+        if whole and (difference := calls.first(evidence, self.recordings)) is not None:
             place = place_of(difference.event.places, self.system)
             return replace(
                 self._base("calls", difference.event, place),
@@ -190,13 +211,12 @@ class _Search:
             right += " (the result is not the sum of what its members gave)"
         origin, words = self._origin(walk, suspect.at)
         return replace(
-            self._base("operation", suspect.at, place),
+            _seen(self._base("operation", suspect.at, place), start, wrong),
             operation=suspect.at.name,
             right=right,
             wrong=first,
             sentence=f"{right}, and {first}{words}{_where(suspect.at)}",
             origin=origin,
-            **_of_start(start, wrong),
         )
 
     def _origin(
@@ -264,13 +284,12 @@ class _Search:
             lacks = f"{_operation(self._cause(others))}, which other tensors get{_at(place)}"
             origin, words = self._origin(walk, writer or others)
             return replace(
-                self._base("missing", others, place),
+                _seen(self._base("missing", others, place), start, wrong),
                 operation=self._cause(others).name,
                 right=f"{last}{done}",
                 wrong=f"it lacks {lacks}",
                 sentence=f"{last}{done}{words}; it lacks {lacks}",
                 origin=origin,
-                **_of_start(start, wrong),
             )
         at = writer or others or event
         place = place_of(at.places, self.system)
@@ -279,13 +298,16 @@ class _Search:
             last = f"{_what(start)} is {times:g} times the expected one"
         origin, words = self._origin(walk, at, [] if times is None else [times])
         return replace(
-            self._base("scaled" if times else "missing" if held else "moved", at, place),
+            _seen(
+                self._base("scaled" if times else "missing" if held else "moved", at, place),
+                start,
+                wrong,
+            ),
             operation=self._cause(at).name,
             right="every value is right somewhere",
             wrong=f"{last}{done}",
             sentence=f"{last}{done}{words}",
             origin=origin,
-            **_of_start(start, wrong),
         )
 
     def _cause(self, event: Event) -> Event:
@@ -320,7 +342,8 @@ class _Search:
         if line.isdigit():
             at = spelt_places([(file, int(line), function)])[0]
         where = f" at {at}" if at else ""
-        sentence = f"a rank did not end well{where}: {self.result.reason.splitlines()[0]}"
+        reason = (self.result.reason.splitlines() or ["no reason"])[0]
+        sentence = f"a rank did not end well{where}: {reason}"
         lines = (at,) if at else ()
         return Finding(
             self.case.id,
@@ -333,9 +356,7 @@ class _Search:
         )
 
     def _unplaced(self, why: str) -> Finding:
-        reason = (self.result.reason.splitlines() or ["no reason"])[0]
-        sentence = f"the difference could not be placed: {why}; the case says: {reason}"
-        return Finding(self.case.id, "unplaced", self.result.verdict, sentence, note=self.note)
+        return unplaced(self.result, self.note, why)
 
 
 def _spread(wrong: Sequence[Shown]) -> list[Shown]:
@@ -380,9 +401,12 @@ def _others(recordings: dict[int, Recording], start: Shown, shown: Sequence[Show
     return next(w for w in writers if (w.name, w.places) == most)
 
 
-def _of_start(start: Shown, wrong: Sequence[Shown]) -> dict[str, Any]:
+def _seen(finding: Finding, start: Shown, wrong: Sequence[Shown]) -> Finding:
+    """``finding`` with what was seen to be wrong."""
     ranks = sorted({each.event.rank for each in wrong if each.name == start.name})
-    return {"tensor": start.name, "step": start.step, "point": start.point, "ranks": tuple(ranks)}
+    return replace(
+        finding, tensor=start.name, step=start.step, point=start.point, ranks=tuple(ranks)
+    )
 
 
 _NOUNS = {

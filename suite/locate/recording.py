@@ -33,8 +33,6 @@ from shardproof.ledgers.program_order import PerRank, inside_backward, nested_te
 
 #: Elements of one tensor above which its content is not kept.
 MOST_ELEMENTS = 1 << 21
-#: Bytes of copies above which a rank keeps no more.
-MOST_BYTES = 1 << 31
 #: Frames that an event keeps, innermost first.
 MOST_FRAMES = 12
 #: Namespaces of operators that only hand a call on to a process group.
@@ -61,11 +59,14 @@ _CURRENT: PerRank[Recorder] = PerRank()
 
 
 class Recorder(TorchDispatchMode):
-    """Records the calling rank while it is entered; ``last``: the last step that is recorded."""
+    """Records the calling rank while it is entered.
 
-    def __init__(self, last: int) -> None:
+    ``last``: the last step that is recorded; ``most``: bytes of copies after which it stops.
+    """
+
+    def __init__(self, last: int, most: int) -> None:
         super().__init__()
-        self.last = last
+        self.last, self.most = last, most
         self.events: list[dict[str, Any]] = []
         self.tensors: list[Tensor] = []
         self.bytes = 0
@@ -193,6 +194,7 @@ class Recorder(TorchDispatchMode):
             "phase": log.phase if log else "",
             "unit": log.layer if log else "",
             "backward": inside_backward(),
+            "at": len(self.events),
             **more,
         }
         self.events.append(event)
@@ -234,11 +236,10 @@ class Recorder(TorchDispatchMode):
 
     def completed(self, event: dict[str, Any], request: Request) -> None:
         """Note that the results of a call are there."""
-        number = next((n for n, e in enumerate(self.events) if e is event), -1)
         outputs = [t for item in request.outputs for t in wholes(item)]
-        if number >= 0 and outputs:
+        if outputs:
             written = self._written(outputs)
-            self.add("done", event["name"], event["place"], [], written, call=number)
+            self.add("done", event["name"], event["place"], [], written, call=event["at"])
 
     def observed(self, what: str, name: str, tensor: Tensor, **more: Any) -> None:
         """Note what the system shows or returns."""
@@ -332,8 +333,8 @@ class Recorder(TorchDispatchMode):
         return (key, first, last, known)
 
     def _copy(self, tensor: Tensor) -> int:
-        if tensor.numel() > MOST_ELEMENTS or self.bytes > MOST_BYTES:
-            self.truncated = self.truncated or self.bytes > MOST_BYTES
+        if tensor.numel() > MOST_ELEMENTS or self.bytes > self.most:
+            self.truncated = self.truncated or self.bytes > self.most
             return -1
         with _disable_current_modes(), torch.no_grad():
             self.tensors.append(tensor.detach().clone())

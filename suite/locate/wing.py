@@ -19,10 +19,15 @@ class Locate(Wing):
 
     def hints(self, failure: Any) -> Iterable[str]:
         """The command that locates what failed, where it is a training compared with an oracle."""
+        from shardproof.backends import BACKENDS
         from shardproof.cases import kinds
 
         result = failure.result if failure.verdict == "fail" else None
-        if result is not None and kinds.of(result.case.workload).trains:
+        if (
+            result is not None
+            and kinds.of(result.case.workload).trains
+            and BACKENDS[result.case.backend].has_values
+        ):
             yield f"locate: shardproof locate {shlex.quote(failure.id)}"
 
     def add_commands(self, app: typer.Typer) -> None:

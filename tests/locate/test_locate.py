@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -117,6 +117,22 @@ def test_nothing_differs_in_a_clean_case(found: dict[str, Finding]) -> None:
     finding = found["reference/zero1"]
     assert finding.kind == "nothing" and finding.verdict == "pass"
     assert finding.sentence == "nothing differs: the case passes" and finding.place is None
+
+
+def test_a_case_that_is_not_judged_does_not_pass() -> None:
+    """The system refuses the dtype or the backend of the case: a skip."""
+    clean = pair(registry.load_mutant("zero1_all_reduces")).parent
+    refused = replace(clean, implementation="deepspeed/zero1", id="refused", options={})
+    [(_, finding)] = _findings([refused])
+    assert finding.kind == "unplaced" and "ended as skip" in finding.sentence
+    assert exit_code([finding]) == 3
+
+
+def test_a_case_that_fails_in_memory_only_does_not_pass() -> None:
+    fault = pair(registry.load_mutant("zero1_gathers_beside")).case
+    others = replace(fault, checks=("equivalence", "memory"))
+    [(_, finding)] = _findings([others])
+    assert finding.kind == "unplaced" and "memory" in finding.sentence
 
 
 def test_the_command_prints_the_line_and_exits_with_1(command: Any) -> None:
