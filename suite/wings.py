@@ -245,8 +245,10 @@ class Wing:
         """Findings of ``shardproof doctor`` here; ``thorough``: with ``--cluster``."""
         return iter(())
 
-    def shrink(self, run: Path) -> int | None:
-        """Shrink every failed case of the run in the folder ``run``; the exit code."""
+    def shrink(self, run: Path, jobs: int | None, quiet: bool) -> int | None:
+        """Shrink every failed case of the run in the folder ``run``, so many ``jobs`` at once; the
+        exit code.
+        """
         return None
 
     def verify(self, run: Any) -> Iterable[str]:

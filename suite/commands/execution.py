@@ -93,7 +93,12 @@ def run_and_exit(
             folder, schedule, jobs, durations, budget, kept, nodes, judge, how, is_kept
         )
         if (ended := execution.run()) == verdicts.BROKEN and how.shrink:
-            wings.required("shrink", "--shrink", lambda wing: wing.shrink(folder.path))
+            given = folder.path, session.jobs, how.quiet
+            if (
+                wings.required("shrink", "--shrink", lambda w: w.shrink(*given))
+                == verdicts.INTERRUPTED
+            ):
+                ended = verdicts.INTERRUPTED
         raise typer.Exit(ended)
 
 

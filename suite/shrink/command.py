@@ -16,6 +16,7 @@ from shardproof.commands import options
 from shardproof.commands.console import echo, make_console
 from shardproof.commands.options import option
 from shardproof.errors import InputError, Problem, SelectionError
+from shardproof.files import why_not_writable
 from shardproof.launch.process_control import cores
 from shardproof.table import Table, number
 
@@ -92,14 +93,27 @@ def shrink(
     if (what is None) == (fault is None):
         remedy = "name a case, a scenario or a run, or one fault"
         raise SelectionError(Problem("shrink needs one of CASE|RUN and --fault", remedy, what))
+    if fault is not None and (impl or expression):
+        raise SelectionError(Problem("--fault names one case", "leave --impl and -k out", fault))
     with Interrupts(), _cases(what, impl or (), expression, fault) as (cases, folder):
         raise typer.Exit(_shrink(cases, folder, how))
 
 
-def of_run(run: Path) -> int:
-    """Shrink every failed case of the run in the folder ``run``; the exit code."""
-    with _cases(str(run), (), "", None) as (cases, folder):
-        return _shrink(cases, folder, HowShrunk())
+def of_run(run: Path, jobs: int | None, quiet: bool) -> int:
+    """Shrink every failed case of the run in the folder ``run``; the exit code.
+
+    A run whose failures cannot be shrunk is no bad input here: it is told, and the run has its own
+    exit code.
+    """
+    from shardproof.commands.supervision import Interrupts
+
+    try:
+        with Interrupts(), _cases(str(run), (), "", None) as (cases, folder):
+            return _shrink(cases, folder, HowShrunk(jobs=jobs, quiet=quiet))
+    except InputError as error:
+        for problem in error.problems:
+            echo(str(problem), err=True)
+        return verdicts.NOT_DECIDED
 
 
 @contextmanager
@@ -120,6 +134,9 @@ def _cases(
         from shardproof.runs.integrity import damage_is_bad_input
         from shardproof.runs.run_folder import read
 
+        if impl:
+            remedy = "leave --impl out: the run has its systems"
+            raise SelectionError(Problem("--impl is for a scenario", remedy, str(run)))
         with damage_is_bad_input(run):
             results = read(run, strict=True).cases
         yield _failed(results, expression, str(run)), run / FOLDER
@@ -131,7 +148,7 @@ def _run_of(what: str) -> Path | None:
     """The folder of the run that ``what`` names; ``None``: it names none."""
     from shardproof.commands.supervision import RESULTS
 
-    folders = (Path(what), RESULTS / what)
+    folders = () if "::" in what else (Path(what), RESULTS / what)
     return next((path for path in folders if (path / "run.json").is_file()), None)
 
 
@@ -180,6 +197,11 @@ def _shrink(cases: Sequence[Case], folder: Path, how: HowShrunk) -> int:
     from shardproof.registry import preflight
     from shardproof.shrink.search import Limits
 
+    if how.output is not None and len(cases) == 1:
+        why = "is a folder" if how.output.is_dir() else why_not_writable(how.output)
+        if why or how.output.suffix == ".py":
+            what = f"--output: {why or 'the script is written there'}"
+            raise SelectionError(Problem(what, "name a YAML file to write", str(how.output)))
     preflight.check({case.implementation for case in cases})
     cases = preflight.with_found_traits(cases)
     done: list[Written] = []
@@ -202,7 +224,9 @@ def _shrink(cases: Sequence[Case], folder: Path, how: HowShrunk) -> int:
     _tell(done, len(errors), how)
     if stopped:
         return verdicts.INTERRUPTED
-    whole = all(one.fails_again and not one.shrunk.stopped for one in done)
+    # Of a run every case failed before; of a scenario those that pass are left out.
+    whole = not (errors and folder != Path(FOLDER))
+    whole = whole and all(one.fails_again and not one.shrunk.stopped for one in done)
     return verdicts.HELD if whole else verdicts.NOT_DECIDED
 
 

@@ -8,7 +8,6 @@ exception.  Where the case has options, the same script without them must not sh
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,10 @@ ERROR = 1e-6
 _NUMBERS = {"gradients": "a gradient", "buffers": "a buffer"}
 #: Words of an error that must come again: later ones may tell of the machine.
 _COMPARED = 8
-_SHOWN = re.compile(r"largest relative error of (a \w+): ([-+.e\w]+)")
+_SHOWN = re.compile(r"largest relative error of (a \w+): ([-+.e\w]+)$")
 _RAISED = re.compile(r"^(?:[\w.]+\.)?(\w+(?:Error|Exception))(?:: ?(.*))?$", re.M)
+#: Variables that a script does not get.
+_NOT_GIVEN = ("PYTHONPATH", "PYTHONUNBUFFERED")
 _HERE = Path(__file__).parent
 
 
@@ -64,10 +65,14 @@ class Said:
 
 def write(shrunk: Shrunk, file: Path) -> tuple[Path | None, str]:
     """Write the script of ``shrunk`` to ``file`` if it shows the defect; else why there is none."""
+    import jinja2
+
     try:
         text = made(shrunk)
     except NoScript as why:
         return None, str(why)
+    except (jinja2.TemplateError, KeyError) as error:
+        return None, f"no plain code for a setting of the case: {error}"
     options.write(file, text)
     return file, ""
 
@@ -87,6 +92,10 @@ def made(shrunk: Shrunk) -> str:
     own = {k: v for k, v in case.options.items() if k != "precision"}
     if own and shows(_run(render(case, shrunk, system, {})), cause):
         raise NoScript("plain code shows it without the options as well, which the case does not")
+    # On one rank nothing is split: what shows there is a fault of the script.
+    alone = replace(case, mesh=dict.fromkeys(case.mesh, 1))
+    if case.world > 1 and shows(_run(render(alone, shrunk, system, case.options)), cause):
+        raise NoScript("plain code shows it on one rank as well, which the case does not")
     text = render(case, shrunk, system, case.options, printed)
     if (lines := len(text.splitlines())) > MOST_LINES:
         raise NoScript(f"plain code takes {lines} lines, more than {MOST_LINES}")
@@ -102,9 +111,17 @@ def shows(said: Said, cause: Cause) -> str:
     kind = _NUMBERS.get(cause.state, "")
     for line in said.out.splitlines() if said.code == 0 else ():
         found = _SHOWN.search(line)
-        if found and found[1] == kind and not float(found[2]) <= ERROR:
+        if found and found[1] == kind and not _number(found[2]) <= ERROR:
             return line.strip()
     return ""
+
+
+def _number(text: str) -> float:
+    """The number that ``text`` is; 0 where lines of two ranks ran into each other."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 def _raised(said: Said, cause: Cause) -> str:
@@ -139,8 +156,8 @@ def render(
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    facts: dict[str, Any] = {**_facts(case), "options": given, "printed": printed}
-    facts["expected"] = _expected(shrunk.cause)
+    facts: dict[str, Any] = {**_facts(case), "options": given, "printed": _quoted(printed)}
+    facts["expected"] = _expected(case, shrunk.cause)
     facts["title"] = _title(case, shrunk)
 
     def filled(template: str, **more: Any) -> str:
@@ -163,9 +180,7 @@ def render(
     lines = filled(skeletons["skeletons"][system["skeleton"]]).splitlines()
     text = "\n".join(line.rstrip() for line in lines) + "\n"
     # What a part leaves empty leaves no line inside of a function.
-    text = re.sub(r"\n\n+(?=[ ])", "\n", text)
-    ast.parse(text)
-    return text
+    return re.sub(r"\n\n+(?=[ ])", "\n", text)
 
 
 def _facts(case: Case) -> dict[str, Any]:
@@ -246,23 +261,30 @@ def is_upstream(name: str) -> bool:
     return name.partition("/")[0] not in ("reference", "mutants") and ":" not in name
 
 
-def _expected(cause: Cause) -> str:
-    if cause.end in ("crash", "hang"):
-        return "errors below 1e-12, and no exception"
-    return "errors below 1e-12 everywhere"
+def _expected(case: Case, cause: Cause) -> str:
+    errors = f"errors below {1e-12 if case.dtype == 'float64' else ERROR:g}"
+    return (
+        f"{errors}, and no exception" if cause.end in ("crash", "hang") else f"{errors} everywhere"
+    )
+
+
+def _quoted(text: str) -> str:
+    """``text`` for the docstring of a script."""
+    return text.replace("\\", "/").replace('"""', "'''")
 
 
 def _title(case: Case, shrunk: Shrunk) -> str:
     reason = (shrunk.result.reason.splitlines() or [""])[0]
     package = f"torch {metadata.version('torch')}"
-    text = f"{case.system} ({package}): {reason}".replace("\\", "/").replace('"""', "'''")
-    text = re.sub(r"(?:/[\w.+-]+)+/(?=[\w.+-]+)", "", text)  # paths of this machine
+    text = f"{case.system} ({package}): {reason}"
+    text = re.sub(r"(?:/[\w.+-]+)+/(?=[\w.+-]+)", "", _quoted(text))  # paths of this machine
     return text[:160]
 
 
 def _run(text: str) -> Said:
     """Run a script in a process group of its own, which is ended with it."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    # Unbuffered, a line and its end are two writes, between which another rank may print.
+    environment = {k: v for k, v in os.environ.items() if k not in _NOT_GIVEN}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "script.py")
         file.write_text(text)

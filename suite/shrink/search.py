@@ -22,7 +22,7 @@ from shardproof.shrink import document, reductions
 from shardproof.shrink.cause import Cause, cause_of
 from shardproof.shrink.reductions import REDUCTIONS, Reduction
 
-#: CPU seconds of a rank in an attempt; the file keeps the deadline of the case.
+#: CPU seconds of a rank in an attempt to reduce; the case itself and its file have their own.
 DEADLINE = 10.0
 #: Rounds over all reductions: a later one can allow an earlier one.
 _MOST_ROUNDS = 3
@@ -93,7 +93,7 @@ class Shrinker:
 
     def confirm(self, case: Case) -> tuple[CaseResult, Cause | None]:
         """Run ``case`` as it is."""
-        ((_, result, cause),) = self._run([case], lambda *_: False)
+        ((_, result, cause),) = self._run([case], lambda *_: False, case.deadline)
         return result, cause
 
     def _first(self, case: Case) -> Shrunk:
@@ -157,6 +157,7 @@ class Shrinker:
     ) -> tuple[Case, CaseResult] | None:
         held: dict[int, tuple[Case, CaseResult]] = {}
         open_: set[int] = set()
+        reached: list[str] = []
 
         def is_over(number: int, case: Case, result: CaseResult, cause: Cause | None) -> bool:
             open_.discard(number)
@@ -169,28 +170,33 @@ class Shrinker:
             for number, case in enumerate(tries):
                 if held:
                     return
-                self._require_time(shrunk)
+                if stop := self._limit(shrunk):
+                    reached.append(stop)  # attempts that run already still count
+                    return
                 shrunk.tried += 1
                 open_.add(number)
                 yield case
 
-        for _ in self._run(counted(), is_over):
+        for _ in self._run(counted(), is_over, DEADLINE):
             pass
+        if reached and not held:
+            raise _Enough(reached[0])
         return held[min(held)] if held else None
 
     def _run(
         self,
         cases: Iterable[Case],
         is_over: Callable[[int, Case, CaseResult, Cause | None], bool],
+        deadline: float,
     ) -> Iterator[tuple[Case, CaseResult, Cause | None]]:
-        """Run ``cases``, each as long as an attempt may take, until ``is_over`` says so."""
+        """Run ``cases``, each for ``deadline`` CPU seconds of a rank, until ``is_over`` says so."""
         own: dict[str, tuple[int, Case]] = {}
 
         def items() -> Iterator[Case]:
             for number, case in enumerate(cases):
                 name = f"{case.id}#{next(self._numbers)}"
                 own[name] = number, case
-                yield replace(case, id=name, deadline=min(case.deadline, DEADLINE))
+                yield replace(case, id=name, deadline=min(case.deadline, deadline))
 
         with closing(self._session.judge(items())) as ends:
             for judged in ends:
@@ -200,13 +206,14 @@ class Shrinker:
                 if is_over(number, case, judged.result, cause):
                     return
 
-    def _require_time(self, shrunk: Shrunk) -> None:
-        """:raises _Enough: a limit is reached."""
+    def _limit(self, shrunk: Shrunk) -> str:
+        """The limit that is reached; empty: none is."""
         most, spent = self._limits, time.monotonic() - self._began
         if most.runs is not None and shrunk.tried >= most.runs:
-            raise _Enough(f"{most.runs} attempts")
+            return f"{most.runs} attempts"
         if most.seconds is not None and spent > most.seconds:
-            raise _Enough(f"{most.seconds:g} s")
+            return f"{most.seconds:g} s"
+        return ""
 
 
 def passes(case: Case, result: CaseResult) -> SelectionError:

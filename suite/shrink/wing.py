@@ -23,11 +23,11 @@ class Shrink(Wing):
         short = "Reduce failing cases to the smallest that fail alike."
         app.command("shrink", short_help=short)(command.shrink)
 
-    def shrink(self, run: Path) -> int:
+    def shrink(self, run: Path, jobs: int | None, quiet: bool) -> int:
         """Shrink every failed case of ``run``."""
         from shardproof.shrink import command
 
-        return command.of_run(run)
+        return command.of_run(run, jobs, quiet)
 
 
 WING = Shrink()

@@ -17,13 +17,15 @@ from shardproof import registry
 from shardproof.case import Case
 from shardproof.cases import kills
 from shardproof.cases.runner import Session
+from shardproof.checks.results import CaseResult
+from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
 from shardproof.runs import records
 from shardproof.runs.run_folder import read
 from shardproof.scenarios.load import find
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
-from shardproof.shrink import document, reductions, search
+from shardproof.shrink import document, reductions, scripts, search
 from shardproof.shrink.cause import Cause, cause_of
 from shardproof.shrink.search import Limits, Shrinker, Shrunk
 from tools.studies import shrink as study
@@ -181,6 +183,10 @@ def test_limits_and_interrupts_keep_the_best_so_far(session: Session) -> None:
     own = planted("hybrid_sums_norms_again")
     shrunk = shrink(session, own, runs=2)
     assert shrunk.stopped == "2 attempts" and shrunk.tried == 2
+    # The last attempt of a limit counts, if it was one that holds.
+    enough = shrink(session, own)
+    few = next(n for n in range(2, enough.tried + 1) if len(shrink(session, own, runs=n).kept) > 1)
+    assert shrink(session, own, runs=few).tried == few
 
     def stop(shrunk: Shrunk) -> None:
         if len(shrunk.kept) == 2:
@@ -249,6 +255,64 @@ def test_an_upstream_defect_has_a_script_without_the_suite(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=True
     )
     assert told is not None and told[1] in done.stdout.splitlines()
+
+
+def sound(**changes: Any) -> Shrunk:
+    """A case of a system without a defect, as if it had been shrunk."""
+    (file,) = find(["fsdp-divisor"])
+    case = next(c for c in expand(file, installed()) if "replicate2" in c.id)
+    usual = {"options": {}, "label": "", "checks": ("equivalence",), "lane": "fp64"}
+    own = replace(case, **{**usual, "dtype": "float64", "xfail": None, "steps": 1, **changes})
+    result = CaseResult(own.id, own, "fail", reason="none")
+    return Shrunk(own, GRADIENTS, own, result)
+
+
+def test_a_sound_system_gets_no_script() -> None:
+    """Clipping changes gradients in place: what is compared must be read after it."""
+    clipped = OptimizerSpec("sgd", clip_norm=0.001)
+    with pytest.raises(scripts.NoScript, match="plain code does not show it"):
+        scripts.made(sound(optimizer=clipped))
+
+
+def test_words_of_an_error_cannot_break_a_script() -> None:
+    odd = 'a """ b \\N{ c'
+    text = scripts.render(sound().best, sound(), scripts._system("pytorch/fsdp2"), {}, odd)
+    ast.parse(text)
+
+
+def test_lines_of_two_ranks_that_ran_together_show_nothing() -> None:
+    line = "step 0, rank 0: largest relative error of a gradient: "
+    for out, shown in ((f"{line}8.5e-17step 0, rank 1", False), (f"{line}5.0e-01", True)):
+        assert bool(scripts.shows(scripts.Said(out, "", 0), GRADIENTS)) is shown
+
+
+def test_shrinking_after_a_run_leaves_its_exit_code(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expected failure that passes is red, and is nothing to shrink."""
+    monkeypatch.chdir(tmp_path)
+    document_of = document.text(sound().best, "passes", "none", "")
+    text = document_of.replace("matrix:", "xfail:\n  - reason: it is expected to fail\nmatrix:")
+    Path("s.yaml").write_text(text)
+    code, out, err = command("run", "s.yaml", "--results", "r", "--shrink")
+    assert code == 1 and "xpass" in out, out + err
+    assert "the run has no failed case to shrink" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--fault", "ddp_sums_instead_of_mean", "-k", "adamw"), "--fault names one case"),
+        ((PASSES, "--output", "s.py"), "--output: the script is written there"),
+        ((PASSES, "--output", "."), "--output: is a folder"),
+        (("x" * 300 + "::y",), "not a path"),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused(
+    command: Any, words: tuple[str, ...], says: str
+) -> None:
+    code, _, err = command("shrink", *words)
+    assert code == 2 and says in err, err
 
 
 # --------------------------------------------------------------------------------------- study
