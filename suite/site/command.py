@@ -63,9 +63,11 @@ def site(
 
     Exit codes: 0 the pages were written, whatever the verdicts; 2 bad input, nothing was written.
     """
+    from shardproof.commands.supervision import Interrupts
     from shardproof.site.pages import build
 
-    made = build(runs, output, title, findings)
+    with Interrupts():
+        made = build(runs, output, title, findings)
     sizes = made.folder.sizes
     first = sum(sizes[name] for name in FIRST_VIEW)
     whole = f"{number(len(sizes), 'file')}, {sum(sizes.values()) / 1e6:,.1f} MB"
@@ -97,9 +99,12 @@ def add(
 
     Exit codes: 0 the runs were added, 2 bad input.
     """
+    from shardproof.commands.supervision import Interrupts
     from shardproof.site import series as kept
 
-    for path in kept.add(series, runs):
+    with Interrupts():
+        added = kept.add(series, runs)
+    for path in added:
         echo(f"{path}: {path.stat().st_size / 1000:,.0f} kB")
 
 

@@ -112,8 +112,9 @@ def _swap(fresh: Path, target: Path) -> None:
         return
     try:
         fresh.rename(target)
-    except OSError:
-        old.rename(target)
+    except BaseException:  # Ctrl-C too: the earlier site goes back
+        if not target.exists():
+            old.rename(target)
         raise
     finally:
         if target.exists():  # else the earlier site is all there is

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from shardproof import verdicts
 from shardproof.errors import Problem, SelectionError
@@ -64,7 +65,7 @@ def known_failures(every: Sequence[Found]) -> Table:
         ids = {name for _, known in members for name in known.ids}
         runs = dict.fromkeys(one.name.snapshot.hardware for one, _ in members)
         why = "; ".join(reasons) or f"see the scenario {scenario}"
-        cases = TableCell(f"{len(ids):,}", link=f"{link(system)}&q={scenario}&verdict=xfail")
+        cases = TableCell(f"{len(ids):,}", link=f"{link(system)}&q={quote(scenario)}&verdict=xfail")
         rows.append((system, scenario, why, cases, "; ".join(runs)))
     headings = ("system", "scenario", "known failure", "cases", "seen on")
     return Table("Known failures", headings, rows, align="lllr")

@@ -14,8 +14,9 @@ const SITE = (() => {
         waiting.set(name, resolve);
         const script = document.createElement("script");
         script.src = `${root}data/${name}.js`;
-        script.onerror = () => {
-          loaded.delete(name);
+        // Rejecting does nothing where the file called take; a file that is cut off does not.
+        script.onload = script.onerror = (event) => {
+          if (event.type === "error") loaded.delete(name);
           reject(new Error(`The file data/${name}.js could not be loaded: copy the whole site.`));
         };
         document.head.append(script);
@@ -58,7 +59,7 @@ const SITE = (() => {
     const words = (letter) => letter === "-" ? "" : letter === "." ? "left out" : index.verdicts[parseInt(letter, 36)][0];
     return index.groups.flatMap(([system, backend, group, heads, about, told]) =>
       heads.map((head, at) => {
-        const id = head.replace("\t", `::${system}`);
+        const id = head.replace("\t", () => `::${system}`);
         return { id, system, backend, group, at, about: about[at], told, text: id.toLowerCase(), verdicts: told.map((letters) => words(letters[at])) };
       }));
   };
@@ -278,7 +279,7 @@ for (const form of document.querySelectorAll("form[data-filters]")) {
   }
 })();
 
-// A link to a heading inside of something folded opens it (report.js does it for links that are clicked).
+// The search of every page leads to the list of cases.
 document.querySelector(".find-cases input")?.closest("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const words = event.target.elements.q.value;
