@@ -293,7 +293,7 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             if point == _FINAL:
                 least = working_precision.scales(alone, wanted, regions)
                 allowed = {group: bound * error for group, error in least.items()}
-                for name in working_precision.hides(wanted, given.at[step], allowed, regions):
+                for name in working_precision.hides(wanted, given.at.pop(step), allowed, regions):
                     rows.append(ComparisonRow(step, point, name, tested=False))
             if working_precision.is_unrounded(case, ratios):
                 text = f"no gradient shows the rounding of {case.compute_dtype}"

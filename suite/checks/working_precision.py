@@ -146,6 +146,7 @@ def hides(
     ``given``: the contribution of each micro-batch.  Each is dropped, and rolled by one element,
     where it has an effect.  A sum that is too small by 1/N has the error 1/N.
     """
+    given = [own for own in given if any(bool(part.any()) for part in own.values())]
     hidden = {group for group, most in allowed.items() if 1 / max(len(given), 2) <= most}
     for own in given:
         dropped = {n: g - own[n].to(g.dtype) if n in own else g for n, g in truth.items()}
