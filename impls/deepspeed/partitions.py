@@ -64,7 +64,8 @@ class Partitioned(Engine):
 
     def norm(self) -> Tensor:
         """The norm that DeepSpeed keeps for ``get_global_grad_norm``."""
-        return torch.as_tensor(self.zero_optimizer._global_grad_norm, dtype=torch.float32)
+        norm = torch.as_tensor(self.zero_optimizer._global_grad_norm, dtype=torch.float32)
+        return norm.detach().clone().reshape(())
 
     def _before_update(self, *_: Any) -> None:
         """Called once per group, after its flat gradient has been clipped."""
